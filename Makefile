@@ -87,27 +87,30 @@ gpu:
 
 # Each stage ends within 8 minutes, and what it has measured by then is on disk.
 GPU_OUT ?= benchmarks/results
+# Seconds after which a stage begins nothing new; each has its own, if this is empty.
+GPU_LIMIT_S ?=
+LIMIT = $(if $(GPU_LIMIT_S),--limit-s $(GPU_LIMIT_S))
 ON_GPU = PYTHONUNBUFFERED=1 PYTHONPATH="$(CURDIR):$$PYTHONPATH" \
 	timeout --kill-after=5 480 $(PYTHON)
 gpu-exact:
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(ON_GPU) -m pytest \
 		-p no:cacheprovider -m gpu tests/collectives/test_kernels_on_gpu.py
 	$(ON_GPU) -m tests.collectives.kernels_on_gpu \
-		--json $(GPU_OUT)/$(TODAY)_kernels_gpu.jsonl
+		--json $(GPU_OUT)/$(TODAY)_kernels_gpu.jsonl $(LIMIT)
 gpu-virtual:
 	folder=$$(mktemp -d) && \
 	$(ON_GPU) -m tests.collectives.virtual_gpus compile $$folder && \
 	CUDA_DEVICE_MAX_CONNECTIONS=32 $(ON_GPU) -m tests.collectives.virtual_gpus \
-		run $$folder --json $(GPU_OUT)/$(TODAY)_virtual_gpus.jsonl
+		run $$folder --json $(GPU_OUT)/$(TODAY)_virtual_gpus.jsonl $(LIMIT)
 gpu-kernels:
 	$(ON_GPU) -m jdp.cli.main bench kernel \
-		--json $(GPU_OUT)/$(TODAY)_kernel_times_gpu.jsonl
+		--json $(GPU_OUT)/$(TODAY)_kernel_times_gpu.jsonl $(LIMIT)
 # Which launches are fastest: what `default_launch` was chosen from; not in `make gpu`.
 gpu-launches:
 	$(ON_GPU) -m benchmarks.gpu_launches \
-		--json $(GPU_OUT)/$(TODAY)_launch_shapes_gpu.jsonl
+		--json $(GPU_OUT)/$(TODAY)_launch_shapes_gpu.jsonl $(LIMIT)
 gpu-steps:
-	$(ON_GPU) -m benchmarks.gpu_steps --json $(GPU_OUT)/$(TODAY)_steps_gpu.jsonl
+	$(ON_GPU) -m benchmarks.gpu_steps --json $(GPU_OUT)/$(TODAY)_steps_gpu.jsonl $(LIMIT)
 
 # What a GPU's Python lacks, in a folder that can travel: PYTHONPATH=gpu-wheels/site.
 gpu-wheels:

@@ -149,6 +149,14 @@ def make_pairs(world, *, is_small=False):
         sgd,
         plain_fn=accumulated(loss_fn, 4),
     )
+    yield pair(
+        "48 blocks, 4 shards",
+        jdp.value_and_grad(loss_fn),
+        sgd,
+        plain_fn=accumulated(loss_fn, 4),
+        is_same=False,
+        num_shards=4,
+    )
 
 
 def _make_gpt2(world, is_small):
@@ -169,7 +177,7 @@ def _make_gpt2(world, is_small):
     )
 
 
-def _pair(world, name, decorated, plain, params, batch, *, is_same=True):
+def _pair(world, name, decorated, plain, params, batch, *, is_same=True, **options):
     def make_state(tx):
         placed = jdp.replicate(world, params)
         return jdp.replicate(world, (placed, tx.init(placed)))
@@ -177,7 +185,7 @@ def _pair(world, name, decorated, plain, params, batch, *, is_same=True):
     (step, tx), (plain_step, plain_tx) = decorated, plain
     return Pair(
         name,
-        jdp.data_parallel(step, world=world),
+        jdp.data_parallel(step, world=world, **options),
         jax.jit(plain_step, donate_argnums=0),
         (make_state(tx), make_state(plain_tx)),
         batch,
@@ -245,6 +253,23 @@ def measure_eager(rounds):
     eager.shutdown()
 
 
+def measure_fingerprint(rounds, is_small):
+    """Times the digest of the parameters of 48 blocks; returns a row."""
+    config = StepConfig(2, 8, 8) if is_small else StepConfig(48, 512, 256)
+    params = jax.device_put(jax_step.init_params(config))
+    seconds = []
+    digests = set()
+    for i in range(rounds + 1):
+        start_s = time.perf_counter()
+        digests.add(str(jdp.fingerprint_state(params)))
+        if i > 0:
+            seconds.append(time.perf_counter() - start_s)
+    assert len(digests) == 1, digests
+    num_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
+    ms = 1e3 * statistics.median(seconds)
+    return {"fingerprint_ms": ms, "num_bytes": num_bytes, "rounds": rounds}
+
+
 def main():
     """Measures all pairs until the limit is over."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -262,6 +287,9 @@ def main():
     for row in measure_eager(10 * arguments.rounds):
         rows.add(row)
         print(f"eager all-reduce of {row['eager']} floats: {row['us']:.0f} us")
+    row = measure_fingerprint(arguments.rounds, arguments.small)
+    rows.add(row)
+    print(f"fingerprint of {row['num_bytes']} bytes: {row['fingerprint_ms']:.2f} ms")
     for pair in make_pairs(world, is_small=arguments.small):
         row = measure(pair, rounds=arguments.rounds, steps=arguments.steps)
         rows.add(row)
