@@ -1,6 +1,6 @@
 """Array parts: the arrays of single devices that an array consists of."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -29,18 +29,46 @@ def assemble(aval: Any, sharding: Any, arrays: Sequence[Any]) -> Any:
     return array.ArrayImpl(aval, sharding, arrays, True, True)
 
 
-def buffer_addresses(x: Any) -> frozenset[int]:
-    """Returns the memory addresses of an array's parts on this process's devices.
+def part_bytes(x: Any) -> int:
+    """Returns the size of an array's part on a device of this process, in bytes."""
+    part = parts(_data(x))[0]
+    return part.size * part.dtype.itemsize
 
-    Waits until the array is there. JAX may wait for that, too, but without letting
-    other threads run Python, such as a reduction on the host that the array waits for.
+
+def may_share_memory(x: Any, others: Iterable[Any]) -> bool:
+    """Returns whether a part of `x` shares memory with a part of another array.
+
+    Only parts on the devices of this process count. Never waits, so that a program may
+    be started while earlier ones still run. Arrays that share memory are computed at
+    the same time; if none of two parts is computed yet, the answer is true.
     """
     if not x.size:
-        return frozenset()
-    if isinstance(x, prng.PRNGKeyArray):
-        x = jax.random.key_data(x)
-    if not x.is_ready():
-        x.block_until_ready()
-    if len(x.sharding.device_set) == 1:  # Takes a third of the time.
-        return frozenset((x.unsafe_buffer_pointer(),))
-    return frozenset(s.data.unsafe_buffer_pointer() for s in x.addressable_shards)
+        return False
+    computed, awaited = set(), []
+    for part in parts(_data(x)):
+        if part.is_ready():  # Only then JAX tells the address without waiting.
+            computed.add(part.unsafe_buffer_pointer())
+        else:
+            awaited.append(part)
+    for other in others:
+        if other is x:
+            return True
+        for part in parts(_data(other)):
+            if not part.is_ready():
+                if awaited:
+                    return True
+            elif part.unsafe_buffer_pointer() in computed and other.size:
+                return True
+            elif awaited and _is_at(awaited, part.unsafe_buffer_pointer()):
+                return True
+    return False
+
+
+def _is_at(awaited: Iterable[Any], address: int) -> bool:
+    """Returns whether a part has been computed since, and has this address."""
+    return any(x.is_ready() and x.unsafe_buffer_pointer() == address for x in awaited)
+
+
+def _data(x: Any) -> Any:
+    """Returns the array of integers that an array of PRNG keys consists of."""
+    return x._base_array if type(x) is prng.PRNGKeyArray else x

@@ -38,13 +38,20 @@ class Structure:
 
 
 class Structures:
-    """Table of the structures that the states of one step have."""
+    """Table of the structures of the states of one step.
+
+    Attributes:
+      num_flattened: number of states flattened, also while JAX traced. A program
+        that returns a structure or shapes not seen before makes it grow.
+    """
 
     def __init__(self) -> None:
+        self.num_flattened = 0
         self._known: dict[Any, Structure] = {}
 
     def flatten(self, tree: PyTree, layouts: Layouts = None) -> "FlatState":
         """Converts a state into its leaves; also works while JAX traces."""
+        self.num_flattened += 1
         leaves, treedef = jax.tree.flatten(tree)
         found = self._known.get((treedef, layouts))
         if found is None:

@@ -3,7 +3,7 @@
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, TypeVar
 
 import jax
@@ -92,6 +92,11 @@ class HeldLeaves:
         """Allows the next state to have another structure or other shapes."""
         self._finder = None
 
+    def ids(self) -> set[int]:
+        """Returns the `id` of each array that is held."""
+        held = [*self._others, *(reference() for reference in self._largest)]
+        return set(map(id, held))
+
     def find(self, tree: PyTree) -> FlatState | None:
         """Returns the state if its leaves are the held arrays, and alive."""
         structure = self._structure
@@ -140,11 +145,10 @@ class StatePlacer:
         self._passed = HeldLeaves()  # only filled if states are not donated.
         self.structures = Structures()
         self._placed: set[Any] = set()  # treedefs.
-        # Sizes in bytes of arguments that may share memory with a leaf: the size of the
-        # leaf, or of a part or a multiple of it where one of the two is split. Not
-        # shapes: a PRNG key and its data differ in shape.
-        self._sizes: set[int] = set()
-        self._num_replicas = 1
+        # Positions of the leaves by the size of their parts in bytes, which arrays that
+        # share memory have in common, unlike the shape: a PRNG key and its data differ.
+        self._places: dict[Structure, dict[int, set[int]]] = {}
+        self._num_noted = 0  # `structures.num_flattened` when sizes were last noted.
 
     def find_known(self, state: PyTree) -> FlatState | None:
         """Returns a state if all its leaves were checked before and are alive."""
@@ -161,8 +165,9 @@ class StatePlacer:
         state = flat.to_tree()
         if self._donates:
             _Donations.count += 1
-        if self._returned.hold(flat, state):
-            self._note_shared(world, flat)
+        is_other = self._returned.hold(flat, state)
+        if is_other or self._num_noted != self.structures.num_flattened:
+            self._note_sizes(flat)
         return state
 
     def note_other_program(self) -> None:
@@ -212,43 +217,36 @@ class StatePlacer:
         flat = self.structures.flatten(state, state_layouts.of_state(world, state))
         self._placed.add(flat.structure.treedef)
         if self._donates:
-            flat = FlatState(_copy_aliases(flat.leaves), flat.structure)
+            known = self._returned.ids()
+            flat = FlatState(_copy_aliases(flat.leaves, known), flat.structure)
         else:
             self._passed.forget_layout()  # Keys may come in any order.
             self._passed.hold(flat, state)
-        self._note_shared(world, flat)
+        self._note_sizes(flat)
         return flat
 
     def part_from(self, state: FlatState, arguments: PyTree) -> PyTree:
-        """Copies arrays of `arguments` that share memory with a donated state."""
+        """Copies arrays of `arguments` that may share memory with a donated state."""
         leaves, treedef = jax.tree.flatten(arguments)
-        sizes = {x.size * x.dtype.itemsize for x in leaves}
-        if sizes.isdisjoint(self._sizes):
+        places = self._places[state.structure]
+        sizes = [array_parts.part_bytes(x) for x in leaves]
+        if places.keys().isdisjoint(sizes):
             return arguments
-        taken = {
-            address
-            for x in state.leaves
-            if not sizes.isdisjoint(self._sizes_beside(x))
-            for address in array_parts.buffer_addresses(x)
-        }
-        leaves = [
-            x if taken.isdisjoint(array_parts.buffer_addresses(x)) else _copy(x)
-            for x in leaves
+        parted = [
+            _copy_if_shared(x, (state.leaves[i] for i in places.get(size, ())))
+            for x, size in zip(leaves, sizes, strict=True)
         ]
-        return jax.tree.unflatten(treedef, leaves)
+        return jax.tree.unflatten(treedef, parted)
 
-    def _note_shared(self, world: World, state: FlatState) -> None:
-        """Notes the sizes of arguments that may share memory with a donated state."""
+    def _note_sizes(self, state: FlatState) -> None:
+        """Notes which leaves of a donated state could share memory with what."""
         if not self._donates:
             return
-        self._num_replicas = world.num_replicas
-        for x in state.leaves:
-            self._sizes |= self._sizes_beside(x)
-
-    def _sizes_beside(self, x: jax.Array) -> set[int]:
-        """Returns the possible sizes, in bytes, of an argument that aliases `x`."""
-        num_bytes, n = x.size * x.dtype.itemsize, self._num_replicas
-        return {num_bytes, num_bytes // n, num_bytes * n}
+        # The sizes may change with the shapes of a batch.
+        places = self._places.setdefault(state.structure, {})
+        for i, x in enumerate(state.leaves):
+            places.setdefault(array_parts.part_bytes(x), set()).add(i)
+        self._num_noted = self.structures.num_flattened
 
     def _is_new_structure(self, state: PyTree) -> bool:
         return jax.tree.structure(state) not in self._placed
@@ -360,21 +358,31 @@ def _not_placed(world: World, state: PyTree) -> tuple[list[int], list[int]]:
     return found
 
 
-def _copy_aliases(leaves: Sequence[Any]) -> list[Any]:
-    """Copies arrays that share memory with an array before them.
+def _copy_aliases(leaves: Sequence[Any], distinct: Set[int]) -> list[Any]:
+    """Copies arrays that may share memory with an array before them.
 
     XLA refuses to take one buffer twice; with several local CPU devices it ends the
     process.
+
+    Args:
+      leaves: arrays.
+      distinct: the `id`s of arrays of which no two share memory.
     """
-    taken: set[int] = set()
-    distinct = []
+    by_size: dict[int, list[Any]] = {}
+    parted = []
     for x in leaves:
-        addresses = array_parts.buffer_addresses(x)
-        if not taken.isdisjoint(addresses):
-            x = _copy(x)
-        taken.update(addresses)
-        distinct.append(x)
-    return distinct
+        before = by_size.setdefault(array_parts.part_bytes(x), [])
+        is_distinct = id(x) in distinct
+        others = (
+            y for y in before if x is y or not (is_distinct and id(y) in distinct)
+        )
+        parted.append(_copy_if_shared(x, others))
+        before.append(parted[-1])
+    return parted
+
+
+def _copy_if_shared(x: jax.Array, others: Iterable[jax.Array]) -> jax.Array:
+    return _copy(x) if array_parts.may_share_memory(x, others) else x
 
 
 def _copy(x: jax.Array) -> jax.Array:

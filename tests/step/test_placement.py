@@ -124,6 +124,51 @@ def test_a_batch_may_be_an_array_that_the_state_had_not_at_first(n):
 
 
 @pytest.mark.parametrize("n", [1, 2])
+def test_a_batch_may_be_an_array_of_a_state_that_has_the_shape_of_the_batch(n):
+    world = harness.local_world(n)
+
+    @jdp.data_parallel(world=world)
+    def step(state, x):
+        return {"last": jdp.PerReplica(x + 1)}, {"sum": jdp.average(x.sum())}
+
+    state = {"last": jdp.PerReplica(np.ones((n, 3), np.float32))}
+    for width in (3, 5, 3, 7, 5):
+        state, _ = step(state, np.ones((n, width), np.float32))
+        state, metrics = step(state, state["last"].value)
+        assert float(metrics["sum"]) == 2 * width
+
+
+@pytest.mark.parametrize("argument", [np.float32(0.5), jax.random.key_data])
+def test_a_call_does_not_wait_for_the_step_before(argument):
+    # Small arguments, such as a learning rate or a key, have sizes of leaves.
+    world = harness.local_world(2)
+
+    @jdp.data_parallel(world=world, replicated_argnames="more")
+    def step(state, x, *, more):
+        w = jax.lax.fori_loop(0, 2000, lambda _, w: jnp.tanh(w @ w), state["w"])
+        count = state["count"] + 1 + (w.sum() > 1e9)
+        pair = state["pair"] + more.sum().astype(jnp.int32)
+        return {"w": w, "count": count, "pair": pair}, {"sum": jdp.average(x.sum())}
+
+    if callable(argument):
+        argument = argument(jax.random.key(0))
+    state = {
+        "w": np.eye(200, dtype="f4"),
+        "count": np.int32(0),
+        "pair": np.ones(2, "i4"),
+    }
+    state = jdp.replicate(world, state)
+    argument = jdp.replicate(world, argument)
+    for _ in range(2):  # Compiles.
+        state, _ = step(state, X, more=argument)
+    jax.block_until_ready(state)
+    state, first = step(state, X, more=argument)
+    assert not state["count"].is_ready(), "The step is too short for this test."
+    state, _ = step(state, X, more=argument)
+    assert not first["sum"].is_ready()
+
+
+@pytest.mark.parametrize("n", [1, 2])
 def test_an_argument_may_have_memory_of_the_state_in_another_shape(n):
     world = harness.local_world(n)
 
