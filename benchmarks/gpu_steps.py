@@ -116,9 +116,10 @@ def accumulated(loss_fn, count):
     return grad_fn
 
 
-def make_pairs(world, *, is_small=False):
+def make_pairs(world, *, is_small=False, has_gpt2=True):
     """Yields the pairs, one at a time; what one holds is freed before the next."""
-    yield _make_gpt2(world, is_small)
+    if has_gpt2:
+        yield _make_gpt2(world, is_small)
     config = StepConfig(2, 8, 8) if is_small else StepConfig(48, 512, 256)
     batch = jdp.global_batch(world, jax_step.make_batch(config, 0))
     loss_fn = jax_step.loss_fn
@@ -270,12 +271,46 @@ def measure_fingerprint(rounds, is_small):
     return {"fingerprint_ms": ms, "num_bytes": num_bytes, "rounds": rounds}
 
 
+def measure_run_ahead(world, is_small):
+    """Times until calls return, with a learning rate of as many bytes as a leaf.
+
+    Returns a row: 8 calls return long before their steps are done.
+    """
+    width, num_calls = 32 if is_small else 4096, 8
+    params = {f"w{i}": jnp.eye(width) * 0.5 for i in range(6)} | {"s": jnp.float32(1)}
+
+    def loss_fn(params, x):
+        for i in range(6):
+            x = jnp.tanh(x @ params[f"w{i}"])
+        return (x * params["s"]).sum()
+
+    @jdp.data_parallel(world=world, replicated_argnames="rate")
+    def step(params, x, *, rate):
+        loss, grads = jdp.value_and_grad(loss_fn)(params, x)
+        params = jax.tree.map(lambda p, g: p - rate * g, params, grads)
+        return params, jdp.average(loss)
+
+    state, x = jdp.replicate(world, params), jnp.ones((width, width))
+    rates = [jdp.replicate(world, np.float32(1e-6)) for _ in range(num_calls)]
+    for rate in rates[:3]:
+        state, loss = step(state, x, rate=rate)
+    jax.block_until_ready(state)
+    start_s = time.perf_counter()
+    for rate in rates:
+        state, loss = step(state, x, rate=rate)
+    returned_s = time.perf_counter() - start_s
+    jax.block_until_ready((state, loss))
+    done_s = time.perf_counter() - start_s
+    return {"run_ahead_ms": 1e3 * returned_s, "done_ms": 1e3 * done_s}
+
+
 def main():
     """Measures all pairs until the limit is over."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--small", action="store_true", help="tiny models, anywhere")
+    parser.add_argument("--skip-gpt2", action="store_true")
     parser.add_argument("--limit-s", type=float, default=400.0)
     parser.add_argument("--json", type=pathlib.Path, help="one object a line")
     arguments = parser.parse_args()
@@ -290,7 +325,12 @@ def main():
     row = measure_fingerprint(arguments.rounds, arguments.small)
     rows.add(row)
     print(f"fingerprint of {row['num_bytes']} bytes: {row['fingerprint_ms']:.2f} ms")
-    for pair in make_pairs(world, is_small=arguments.small):
+    row = measure_run_ahead(world, arguments.small)
+    rows.add(row)
+    print(f"8 calls return after {row['run_ahead_ms']:.1f} of {row['done_ms']:.1f} ms")
+    for pair in make_pairs(
+        world, is_small=arguments.small, has_gpt2=not arguments.skip_gpt2
+    ):
         row = measure(pair, rounds=arguments.rounds, steps=arguments.steps)
         rows.add(row)
         print(

@@ -250,6 +250,7 @@ def _join(place: ProcessPlace, options: _InitOptions, path: str) -> roll_call.Me
 
 
 def _make_world(options: _InitOptions, meeting: roll_call.Meeting | None) -> World:
+    _find_devices()
     process_count = jax.process_count()
     nodes, store = [""], None
     if process_count > 1:
@@ -282,6 +283,22 @@ def _make_world(options: _InitOptions, meeting: roll_call.Meeting | None) -> Wor
         host=meeting.host if meeting else "127.0.0.1",
         num_nodes=len(rank_of_node),
     )
+
+
+def _find_devices() -> None:
+    """Lets JAX find its devices; an error says which GPUs it was to find."""
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        device_ids = _Initialized.devices[0] if _Initialized.devices else None
+        if device_ids is None:
+            raise
+        raise RuntimeError(
+            f"JAX finds no device on this host with the id {device_ids}. If a host has "
+            "several processes, each takes the GPU of its own number: start no more "
+            "of them than the host has GPUs (`jdp launch -n`), or pass "
+            f"`local_device_ids`. JAX says: {error}"
+        ) from None
 
 
 def _with_mesh(world: World, options: _InitOptions) -> World:

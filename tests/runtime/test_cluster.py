@@ -178,6 +178,22 @@ def test_each_host_of_a_launch_is_a_node():
         assert "{'node': 2, 'data': 3}" in output
 
 
+def test_a_process_without_a_gpu_says_which_one_it_looked_for():
+    # Of two processes on a host with one GPU, the second one finds none.
+    code = """
+    from jax._src import xla_bridge
+    def make_backend():
+        raise RuntimeError("no supported devices found for platform CUDA")
+    xla_bridge.register_backend_factory("cuda", make_backend, priority=400)
+    init(local_device_ids=[1])
+    """
+    returncode, output = _run(code, {"JAX_PLATFORMS": "cuda"})
+    assert returncode == 1
+    assert "JAX finds no device on this host with the id 1." in output
+    assert "start no more of them than the host has GPUs (`jdp launch -n`)" in output
+    assert "JAX says: " in output and "found for platform CUDA" in output
+
+
 def test_a_process_of_a_host_with_several_takes_its_own_gpus():
     options = places.PlaceOptions(timeout_s=1.0)
 
