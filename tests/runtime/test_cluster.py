@@ -183,15 +183,15 @@ def test_a_process_without_a_gpu_says_which_one_it_looked_for():
     code = """
     from jax._src import xla_bridge
     def make_backend():
-        raise RuntimeError("no supported devices found for platform CUDA")
-    xla_bridge.register_backend_factory("cuda", make_backend, priority=400)
+        raise RuntimeError("no supported devices found for platform ROCM")
+    xla_bridge.register_backend_factory("rocm", make_backend, priority=400)
     init(local_device_ids=[1])
     """
-    returncode, output = _run(code, {"JAX_PLATFORMS": "cuda"})
+    returncode, output = _run(code, {"JAX_PLATFORMS": "rocm"})
     assert returncode == 1
     assert "JAX finds no device on this host with the id 1." in output
     assert "start no more of them than the host has GPUs (`jdp launch -n`)" in output
-    assert "JAX says: " in output and "found for platform CUDA" in output
+    assert "JAX says: " in output and "found for platform ROCM" in output
 
 
 def test_a_process_of_a_host_with_several_takes_its_own_gpus():
