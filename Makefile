@@ -7,7 +7,7 @@ PTX := .venv-ptx
 RELEASE := .venv-release
 TODAY := $(shell date +%F)
 
-.PHONY: help demo test test-all check test-latest test-kernels test-ptx gpu gpu-exact gpu-virtual gpu-kernels gpu-launches gpu-steps gpu-wheels bench results performance sweep soak two-hosts faults release-check docs docs-serve clean
+.PHONY: help demo test test-all check test-latest test-latest-all test-kernels test-ptx gpu gpu-exact gpu-virtual gpu-kernels gpu-launches gpu-steps gpu-wheels bench results performance sweep soak two-hosts faults release-check docs docs-serve clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,7 +16,8 @@ help:
 	@echo "make test-all     all of it"
 	@echo "make check        ruff and pyright"
 	@echo "make docs         the site with all pages and the API reference, in site/"
-	@echo "make test-latest  the suite under the newest Python here, with the newest jax"
+	@echo "make test-latest  the test suite under the newest Python here, with the newest jax"
+	@echo "make test-latest-all  all of it"
 	@echo "make test-kernels every GPU kernel, interpreted on the CPU with races found"
 	@echo "make test-ptx     compile the GPU kernels for CUDA, without a GPU"
 	@echo "make gpu          on a GPU: exact sums of every kernel, times, steps"
@@ -53,14 +54,19 @@ docs-serve: $(VENV)/.test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 test-latest:
-	@python=$$(./tools/newest-python 3 12) || { \
-		echo "test-latest: skipped, no Python above 3.11 runs on this machine"; \
+	$(call latest,)
+
+test-latest-all: test-latest
+	$(call latest,-m slow)
+
+latest = @python=$$(./tools/newest-python 3 12) || { \
+		echo "$@: skipped, no Python above 3.11 runs on this machine"; \
 		exit 0; \
 	}; \
-	echo "test-latest: $$($$python --version)"; \
+	echo "$@: $$($$python --version)"; \
 	$(MAKE) --no-print-directory $(LATEST)/.test LATEST_PYTHON="$$python" && \
 	$(LATEST)/bin/python -c "import jax; print('jax', jax.__version__)" && \
-	$(LATEST)/bin/python -m pytest $(IN_TURNS) -m 'not kernels and not ptx and not gpu'
+	$(LATEST)/bin/python -m pytest $(IN_TURNS) $(1)
 
 test-kernels: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist load -m kernels
