@@ -1,5 +1,6 @@
 """`jdp bench overhead`: how much does a decorated step cost beside the bare step?"""
 
+import mmap
 import pathlib
 import statistics
 import time
@@ -16,6 +17,8 @@ from jax.sharding import PartitionSpec
 import jdp
 from jdp.bench import channel, driver, jax_step, tracing
 from jdp.bench.channel import StepConfig
+from jdp.replicas import stamps
+from jdp.watch import record
 
 
 def bench_overhead(
@@ -34,7 +37,7 @@ def bench_overhead(
     reports for the 48-block step on 2 CPU devices, beside the hand-written step with
     one flat buffer. Tracing: the step of a transformer of 24 layers, with and without
     reading the program of the loss for the order of gradients and the use of
-    parameters.
+    parameters. Record: the entries that a step writes under `jdp launch`.
     """
     channel.check_can_write(json_file)
     world = jdp.init(num_cpu_devices=2)
@@ -43,6 +46,7 @@ def bench_overhead(
         "plan_10000_leaves_ms": measure_plan(),
         "memory": measure_memory(world),
         "tracing_ms": tracing.measure(world, tracing_rounds),
+        "record_us": measure_record(),
     }
     table = rich.table.Table(title=f"jax {jax.__version__}")
     table.add_column("what")
@@ -59,6 +63,7 @@ def bench_overhead(
     over = memory["jdp"] - memory["flat shard_map"]
     table.add_row("jdp over flat shard_map", f"{over:,} bytes")
     table.add_row("buffers of one bucket plan", f"{memory['bucket_plan']:,} bytes")
+    table.add_row("record of a step", f"{result['record_us']:.2f} µs")
     for what, value in _tracing_rows(result["tracing_ms"]).items():
         table.add_row(what, value)
     rich.console.Console().print(table)
@@ -107,6 +112,26 @@ def measure_call(world: jdp.World, rounds: int) -> dict[str, float]:
         seconds[name].append(time.perf_counter() - start_s)
         jax.block_until_ready((states[name], metrics))
     return {name: 1e6 * statistics.median(s[10:]) for name, s in seconds.items()}
+
+
+def measure_record(num_steps: int = 1000, repeats: int = 20) -> float:
+    """Returns the median time for the record's entries of a step, in microseconds."""
+    kinds = (
+        stamps.STEP_BEGUN,
+        stamps.STEP_PLACED,
+        stamps.STEP_DISPATCHED,
+        stamps.STEP_FINISHED,
+    )
+    seconds = []
+    stamps.set_record(record.RecordWriter(mmap.mmap(-1, record.NUM_BYTES)).write)
+    for _ in range(repeats):
+        start_s = time.perf_counter()
+        for number in range(num_steps):
+            for kind in kinds:
+                stamps.stamp(kind, number, "train_step")
+        seconds.append((time.perf_counter() - start_s) / num_steps)
+    stamps.set_record(None)
+    return 1e6 * statistics.median(seconds)
 
 
 def measure_plan(num_leaves: int = 10_000, repeats: int = 9) -> float:
