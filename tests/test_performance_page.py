@@ -294,6 +294,7 @@ def test_each_picture_was_drawn_from_the_results_that_the_page_shows():
     assert {path.name for path in writer.FIGURES.iterdir()} == shown
 
 
+@pytest.mark.slow
 def test_a_picture_is_drawn_anew_only_if_its_results_changed(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "FIGURES", tmp_path)
     drawn = dict(writer.draw(RESULTS))

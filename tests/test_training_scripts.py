@@ -124,7 +124,7 @@ def run_changed(folder, names):
     "names",
     [
         pytest.param(("optax", "equinox", "haiku"), marks=pytest.mark.slow),
-        ("pmap",),
+        pytest.param(("pmap",), marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_train_as_one_device(names, tmp_path):

@@ -102,9 +102,14 @@ def _elsewhere(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "setting",
     [
-        ("jax_include_full_tracebacks_in_locations", False),
-        ("jax_traceback_in_locations_limit", 0),
-        ("jax_traceback_filtering", "off"),
+        *(
+            pytest.param(setting, marks=pytest.mark.slow)
+            for setting in (
+                ("jax_include_full_tracebacks_in_locations", False),
+                ("jax_traceback_in_locations_limit", 0),
+                ("jax_traceback_filtering", "off"),
+            )
+        ),
         "no tracebacks",
         "another path",
     ],

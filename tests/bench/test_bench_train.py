@@ -102,6 +102,7 @@ def test_the_default_model_has_the_size_that_the_documents_tell():
     assert num_parameters == pytest.approx(1.4e6, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_model_does_not_see_the_token_that_it_predicts():
     params = jax.tree.map(jnp.asarray, train_setup.init_params(CONFIG))
     text = train_setup.make_data().training

@@ -21,5 +21,6 @@ def job(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_faults(job, name):
     checks.verify(job, "", name)

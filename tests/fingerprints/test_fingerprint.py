@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdp
 from jdp.fingerprints import fingerprint
-from tests import harness
+from tests import harness, rarely
 
 DTYPES = (
     *("bool", "int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32"),
@@ -213,7 +213,12 @@ def _mesh(a, b):
     return jax.sharding.Mesh(devices, ("a", "b"))
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int4", "bfloat16", "float32", "complex64"])
+@pytest.mark.parametrize(
+    "dtype",
+    rarely.cases(
+        ["bool", "int4", "bfloat16", "float32", "complex64"], often=["int4", "float32"]
+    ),
+)
 def test_the_sharding_makes_no_difference(dtype):
     x = _random(dtype, (8, 4, 3))
     expected = _leaf(x)
@@ -277,6 +282,7 @@ def _run(code, text=""):
     return out.stdout
 
 
+@pytest.mark.slow
 def test_a_fingerprint_takes_less_than_half_of_the_time_of_a_cryptographic_hash():
     """A fifth here, and more on a busy machine: it finds hashing on the host."""
     code = """

@@ -83,8 +83,11 @@ def test_an_all_reduce_of_many_messages_has_the_names(all_reduce):
         jdp.hooks.power_sgd(1, min_compression_rate=1, start_step=3),
         jdp.hooks.top_k(0.1),
         jdp.hooks.rows(2),
-        jdp.hooks.chain(
-            jdp.hooks.power_sgd(1, min_compression_rate=1), jdp.hooks.int8()
+        pytest.param(
+            jdp.hooks.chain(
+                jdp.hooks.power_sgd(1, min_compression_rate=1), jdp.hooks.int8()
+            ),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=lambda hook: hook.name,

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdp
 from jdp.gradients import weighted_mean
-from tests import harness
+from tests import harness, rarely
 from tests.transforms import (
     AXIS,
     COMPILED_FAST,
@@ -411,7 +411,10 @@ def _layers(sync, params, x):
 
 
 @pytest.mark.parametrize("divide_by", ["weight", "active", "world"])
-@pytest.mark.parametrize("name", ["shard_map", "shard_map unchecked", "pmap"])
+@pytest.mark.parametrize(
+    "name",
+    rarely.cases(["shard_map", "shard_map unchecked", "pmap"], often=["shard_map"]),
+)
 def test_gradients_are_weighed_in_the_backward_pass(name, divide_by):
     def fn(is_inside, params, local):
         x, weight = local

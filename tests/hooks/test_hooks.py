@@ -55,6 +55,7 @@ transforms_and_sizes = pytest.mark.parametrize(
 )
 # "three" has the parts of those that are run rarely.
 RARELY = (
+    "power_sgd without extras",
     "power_sgd that begins later",
     "power_sgd in bfloat16",
     "float16 in power_sgd",

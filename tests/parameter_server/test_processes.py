@@ -214,6 +214,7 @@ def test_a_server_writes_a_checkpoint_when_it_is_told_to_end(tmp_path):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_a_launcher_with_a_terminal_draws_the_table_in_place(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     master_fd, slave_fd = os.openpty()

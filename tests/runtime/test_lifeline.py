@@ -463,6 +463,7 @@ jdp.replicate(world, {"w": 1.0})
         ),
     ],
 )
+@pytest.mark.slow
 def test_the_end_of_process_0_aborts_none_that_is_in_host_code(
     tmp_path, monkeypatch, fault, process, code, text
 ):
@@ -577,6 +578,7 @@ except Exception as error:
     ("end", "code"),
     rarely.cases([("sys.exit(75)", 75), ("return", 0)], often=[("return", 0)]),
 )
+@pytest.mark.slow
 def test_an_early_end_keeps_its_code_where_the_others_handle_their_errors(end, code):
     """Python finalises there while JAX could not end: no thread may be inside it."""
     _, codes, said = run_by_hand(CAUGHT.replace("END", end), 1)

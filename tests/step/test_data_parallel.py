@@ -203,7 +203,7 @@ _TRACED_CALLS = {
 
 @pytest.mark.parametrize("call", _TRACED_CALLS)
 @pytest.mark.parametrize("state_of", ["host", "replicas", "step"])
-@pytest.mark.parametrize("is_placed", [False, True])
+@pytest.mark.parametrize("is_placed", rarely.cases([False, True], often=(True,)))
 @pytest.mark.parametrize("n", rarely.cases([1, 2], often=(2,)))
 def test_a_step_is_not_called_inside_jit(n, is_placed, state_of, call):
     world = harness.local_world(n)
