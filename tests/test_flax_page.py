@@ -91,6 +91,7 @@ def _changed(name, folder):
 
 
 @pytest.mark.parametrize("name", rarely.cases(SCRIPTS, often=("linen",)))
+@pytest.mark.slow
 def test_a_process_with_four_replicas_trains_as_one_device(name, tmp_path, monkeypatch):
     world = harness.local_world(4)
     monkeypatch.setattr(jdp, "init", lambda: world)

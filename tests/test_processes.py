@@ -383,6 +383,7 @@ def _fail_one_after_another():
     return harness.error_text(lambda: step(state, np.ones(4, np.float32)))
 
 
+@pytest.mark.slow
 def test_processes_that_handle_one_error_do_not_end_each_other():
     outcome = harness.run_processes(
         _fail_one_after_another, 3, devices_per_process=1, ends_as_usual=True

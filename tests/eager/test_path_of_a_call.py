@@ -46,6 +46,7 @@ def _count_modules():
     return [sorted(set.intersection(*found[k::2])) for k in (2, 3)]
 
 
+@pytest.mark.slow
 def test_an_all_reduce_enters_few_modules():
     by_rank = harness.run_checked(_count_modules, 2)
     for rank, found in enumerate(by_rank):

@@ -473,6 +473,7 @@ def _fail_in_the_loop(is_caught):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_those_that_wait_in_a_collective_end_in_bounded_time():
     outcome = harness.run_processes(_fail_in_the_loop, 2, True)
     assert outcome.exit_code != 0 and outcome.seconds < 25.0

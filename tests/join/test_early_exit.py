@@ -250,6 +250,7 @@ def _hang_in_a_collective():
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_a_process_that_hangs_in_a_collective_with_one_that_left_is_ended():
     outcome = harness.run_processes(_hang_in_a_collective, 2)
     assert outcome.exit_code == 1

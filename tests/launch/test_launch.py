@@ -1100,6 +1100,7 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize(
     "signum", rarely.cases([signal.SIGINT, signal.SIGTERM], often=(signal.SIGINT,))
 )
+@pytest.mark.slow
 def test_a_save_takes_its_time_though_process_0_has_ended(cli, tmp_path, signum):
     process = cli("launch", "-n", "2", "--grace-s", "8", "program.py", program=SAVES)
     assert all("ready" in line for line in read_lines(process, 2))

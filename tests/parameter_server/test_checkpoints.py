@@ -541,6 +541,7 @@ def _train(tmp_path, num_steps, num_servers=2):
 
 
 @pytest.mark.parametrize("victims", rarely.cases([[0], [1]], often=([0],)), ids=str)
+@pytest.mark.slow
 def test_all_servers_go_back_further_where_one_has_a_damaged_checkpoint(
     tmp_path, caplog, victims
 ):
