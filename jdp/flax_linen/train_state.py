@@ -153,7 +153,9 @@ class TrainState(train_state.TrainState):
         Args:
           grads: pytree like `params`.
           is_finite: bool (), from a `DynamicScale`; where it is False, parameters and
-            optimizer state stay as they are. None: True.
+            optimizer state stay as they are, and so do arrays of `collections` whose
+            new values are not all finite, such as statistics of a forward pass that
+            overflowed. None: True.
           update_args: further arguments of `tx.update`, such as `{"used": used}` of
             `jdp.skip_unused`, or `{"value": loss}`.
           **kwargs: fields with new values. `collections` may leave out collections
@@ -186,6 +188,10 @@ class TrainState(train_state.TrainState):
         return after.replace(
             params=jax.tree.map(choose, after.params, self.params),
             opt_state=jax.tree.map(choose, after.opt_state, self.opt_state),
+            collections={
+                name: _keep_finite(is_finite, variables, self.collections.get(name))
+                for name, variables in after.collections.items()
+            },
         )
 
     def _update_collections(self, changed: Mapping[str, PyTree]) -> dict[str, PyTree]:
@@ -210,6 +216,19 @@ class TrainState(train_state.TrainState):
         for name in changed.keys() & self.collections.keys():
             _check_kept(name, self.collections[name], changed[name])
         return {**self.collections, **changed}
+
+
+def _keep_finite(is_finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """Returns the old array where a step overflowed and the new one is not finite."""
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        return new
+
+    def choose(x: jax.Array, before: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            return x
+        return jnp.where(is_finite | jnp.isfinite(x).all(), x, before)
+
+    return jax.tree.map(choose, new, old)
 
 
 def _check_no_params(collections: Mapping[str, PyTree]) -> None:

@@ -207,6 +207,28 @@ def test_a_step_that_is_not_finite_changes_neither_parameters_nor_optimizer():
     chex.assert_trees_all_equal(after.params, expected.params)
 
 
+@pytest.mark.parametrize("is_finite", [False, True])
+def test_collections_of_a_step_that_is_not_finite_stay_where_they_would_not_be(
+    is_finite,
+):
+    old = {"mean": jnp.ones(2), "var": jnp.ones(2), "count": jnp.int32(3)}
+    new = {
+        "mean": jnp.array([2, jnp.nan]),
+        "var": jnp.full(2, 3.0),
+        "count": jnp.int32(4),
+    }
+    # A collection that comes up later has nothing to stay at.
+    state = _create(SGD).replace(collections={"batch_stats": old, "other": {}})
+    after = state.apply_gradients(
+        grads=state.params,
+        is_finite=jnp.asarray(is_finite),
+        collections={"batch_stats": new, "other": {"x": jnp.array(jnp.inf)}},
+    )
+    expected = new if is_finite else new | {"mean": old["mean"]}
+    chex.assert_trees_all_equal(after.collections["batch_stats"], expected)
+    assert float(after.collections["other"]["x"]) == jnp.inf
+
+
 def test_it_goes_to_bytes_and_back():
     state = _create(SGD, dynamic_scale=flax_linen.DynamicScale())
     state = state.replace(key=jax.random.key_data(state.key))
