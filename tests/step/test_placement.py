@@ -101,6 +101,27 @@ def test_a_batch_may_be_an_array_of_the_state(n):
 
 
 @pytest.mark.parametrize("n", [1, 2])
+def test_a_batch_may_be_an_array_of_a_state_that_is_still_computed(n):
+    world = harness.local_world(n)
+
+    @jdp.data_parallel(world=world)
+    def step(state, x):
+        w = jax.lax.fori_loop(0, 100, lambda _, w: jnp.tanh(w @ w), state["w"])
+        own = state["own"].value + 1 + (w.sum() > 1e9)
+        return {"w": w, "own": jdp.PerReplica(own)}, {"sum": jdp.average(x.sum())}
+
+    state = {"w": np.eye(200, dtype="f4"), "own": jdp.PerReplica(np.ones((n, 3), "f4"))}
+    state, _ = step(state, np.ones((n, 3), np.float32))
+    sums, were_ready = [], []
+    for _ in range(6):
+        were_ready.append(state["own"].value.is_ready())
+        state, metrics = step(state, _same_memory(state["own"].value))
+        sums.append(metrics["sum"])
+    assert list(map(float, sums)) == [6, 9, 12, 15, 18, 21]
+    assert not all(were_ready), "The step is too short for this test."
+
+
+@pytest.mark.parametrize("n", [1, 2])
 def test_a_batch_may_be_an_array_that_the_state_had_not_at_first(n):
     world = harness.local_world(n)
 
