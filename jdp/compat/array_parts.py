@@ -35,6 +35,18 @@ def part_bytes(x: Any) -> int:
     return part.size * part.dtype.itemsize
 
 
+def computed_addresses(x: Any) -> set[int]:
+    """Returns the addresses of an array's parts that are computed, without waiting.
+
+    Only parts on the devices of this process count.
+    """
+    if not x.size:
+        return set()
+    # JAX waits for others, and lets no thread run Python until then.
+    ready = [part for part in parts(_data(x)) if part.is_ready()]
+    return {part.unsafe_buffer_pointer() for part in ready}
+
+
 def may_share_memory(x: Any, others: Iterable[Any]) -> bool:
     """Returns whether a part of `x` shares memory with a part of another array.
 
@@ -44,12 +56,8 @@ def may_share_memory(x: Any, others: Iterable[Any]) -> bool:
     """
     if not x.size:
         return False
-    computed, awaited = set(), []
-    for part in parts(_data(x)):
-        if part.is_ready():  # Only then JAX tells the address without waiting.
-            computed.add(part.unsafe_buffer_pointer())
-        else:
-            awaited.append(part)
+    awaited = [part for part in parts(_data(x)) if not part.is_ready()]
+    computed = computed_addresses(x)
     for other in others:
         if other is x:
             return True

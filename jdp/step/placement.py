@@ -3,7 +3,7 @@
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any, TypeVar
 
 import jax
@@ -232,11 +232,11 @@ class StatePlacer:
         sizes = [array_parts.part_bytes(x) for x in leaves]
         if places.keys().isdisjoint(sizes):
             return arguments
-        parted = [
-            _copy_if_shared(x, (state.leaves[i] for i in places.get(size, ())))
-            for x, size in zip(leaves, sizes, strict=True)
-        ]
-        return jax.tree.unflatten(treedef, parted)
+        for i, size in enumerate(sizes):
+            others = (state.leaves[k] for k in places.get(size, ()))
+            if array_parts.may_share_memory(leaves[i], others):
+                leaves[i] = _copy(leaves[i])
+        return jax.tree.unflatten(treedef, leaves)
 
     def _note_sizes(self, state: FlatState) -> None:
         """Notes which leaves of a donated state could share memory with what."""
@@ -359,30 +359,32 @@ def _not_placed(world: World, state: PyTree) -> tuple[list[int], list[int]]:
 
 
 def _copy_aliases(leaves: Sequence[Any], distinct: Set[int]) -> list[Any]:
-    """Copies arrays that may share memory with an array before them.
+    """Copies arrays that share memory with another one.
 
     XLA refuses to take one buffer twice; with several local CPU devices it ends the
-    process.
+    process. Waits for arrays that are not in `distinct`.
 
     Args:
       leaves: arrays.
       distinct: the `id`s of arrays of which no two share memory.
     """
-    by_size: dict[int, list[Any]] = {}
-    parted = []
-    for x in leaves:
-        before = by_size.setdefault(array_parts.part_bytes(x), [])
-        is_distinct = id(x) in distinct
-        others = (
-            y for y in before if x is y or not (is_distinct and id(y) in distinct)
-        )
-        parted.append(_copy_if_shared(x, others))
-        before.append(parted[-1])
+    known = {id(x): i for i, x in reversed([*enumerate(leaves)]) if id(x) in distinct}
+    places = set(known.values())  # of each of them, the first one.
+    others = [i for i in range(len(leaves)) if i not in places]
+    jax.block_until_ready([leaves[i] for i in others])
+    sizes = {array_parts.part_bytes(leaves[i]) for i in others}
+    # An array that is still computed shares memory with none of them.
+    taken: set[int] = set()
+    for i in places:
+        if array_parts.part_bytes(leaves[i]) in sizes:
+            taken |= array_parts.computed_addresses(leaves[i])
+    parted = list(leaves)
+    for i in others:
+        addresses = array_parts.computed_addresses(leaves[i])
+        if not taken.isdisjoint(addresses):
+            parted[i] = _copy(leaves[i])
+        taken |= addresses
     return parted
-
-
-def _copy_if_shared(x: jax.Array, others: Iterable[jax.Array]) -> jax.Array:
-    return _copy(x) if array_parts.may_share_memory(x, others) else x
 
 
 def _copy(x: jax.Array) -> jax.Array:
