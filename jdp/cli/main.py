@@ -1,6 +1,8 @@
 """Command line: which commands has `jdp`?"""
 
+import errno
 import os
+import sys
 from typing import Annotated
 
 import typer
@@ -87,6 +89,9 @@ ENTRIES = {
     ),
 }
 
+# A full disk, a quota and a limit on the size of files.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 # Plain messages: boxes break them in the middle of paths and commands.
 app = typer.Typer(
     cls=lazy_group.make_class(ENTRIES),
@@ -102,7 +107,20 @@ def main() -> None:
     """Runs the command line `jdp`."""
     if completion.VARIABLE in os.environ:
         completion.init()
-    app(prog_name="jdp")
+    try:
+        try:
+            app(prog_name="jdp")
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        # Python would try to write the rest when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        where = error.filename or "output"
+        typer.echo(f"jdp: {where} cannot be written ({error.strerror}).", err=True)
+        sys.exit(1)
 
 
 def preload(words: list[str]) -> None:
