@@ -278,6 +278,8 @@ def test_an_error_is_searched_for_the_process_that_it_follows_from():
         (ValueError("UNKNOWN: Gloo all-reduce failed: Connection closed"), True),
         (jax.errors.JaxRuntimeError("INTERNAL: [gloo/transport/pair.cc:5] x"), True),
         (jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect"), True),
+        (ValueError("INTERNAL: RuntimeError: Process 2 has ended; the others"), True),
+        (ValueError("Process 2 has ended; the others"), False),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), False),
         (RuntimeError("Connection reset by peer: the database"), False),
         (ConnectionResetError("Connection reset by peer"), False),
