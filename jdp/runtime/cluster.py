@@ -291,7 +291,8 @@ def _find_devices() -> None:
         jax.devices()
     except RuntimeError as error:
         device_ids = _Initialized.devices[0] if _Initialized.devices else None
-        if device_ids is None:
+        # Another error may come from the end of another process.
+        if device_ids is None or "no supported devices found" not in str(error):
             raise
         raise RuntimeError(
             f"JAX finds no device on this host with the id {device_ids}. If a host has "

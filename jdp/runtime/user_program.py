@@ -46,8 +46,7 @@ _BROKEN = re.compile(
     r"\bGloo |\bgloo/|ncclRemoteError|remote process exited|oordination service"
     r"|UNAVAILABLE:|Connection (?:closed|reset|refused)"
 )
-# Errors of XLA begin with the code of their status.
-_STATUS = re.compile(r"(?:INTERNAL|UNKNOWN|UNAVAILABLE|ABORTED|CANCELLED): ")
+_OF_JAX = re.compile(r"Gloo |gloo/|^ValueError: (?:INTERNAL|UNKNOWN|UNAVAILABLE): ")
 
 
 def main(argv: list[str]) -> None:
@@ -209,11 +208,7 @@ def is_consequence(error: BaseException) -> bool:
 def _is_of_jax(error: BaseException) -> bool:
     if "JaxRuntimeError" in (kind.__name__ for kind in type(error).__mro__):
         return True
-    # JAX raises some of its errors as ValueError.
-    if isinstance(error, ValueError) and _STATUS.match(_text_of(error)):
-        return True
-    text = describe_error(error)
-    return "Gloo " in text or "gloo/" in text
+    return _OF_JAX.search(describe_error(error)) is not None
 
 
 def _chain(error: BaseException) -> list[BaseException]:
