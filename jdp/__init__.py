@@ -1,7 +1,7 @@
 """jdp: data-parallel training for JAX.
 
 A name of jdp, with all that it needs, is imported when it is first used, and so are
-`jdp.collectives` and `jdp.hooks`. Import `jdp.batch_norm`, `jdp.eager`,
+`jdp.collectives`, `jdp.hooks` and `jdp.watch`. Import `jdp.batch_norm`, `jdp.eager`,
 `jdp.flax_linen`, `jdp.flax_nnx` and `jdp.parameter_server` where you use them.
 """
 
@@ -13,6 +13,7 @@ from jdp.runtime import last_handler as _last_handler
 if TYPE_CHECKING:
     from jdp import collectives as collectives
     from jdp import hooks as hooks
+    from jdp import watch as watch
     from jdp.backward.loss_queries import gradient_order, used_parameters
     from jdp.evaluation.decorator import replicated
     from jdp.fingerprints.fingerprint import StateFingerprint, fingerprint_state
@@ -163,7 +164,7 @@ _NAMES = {
     "jdp.types": "AllReduce",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
-_PACKAGES = ("collectives", "hooks")
+_PACKAGES = ("collectives", "hooks", "watch")
 _OTHERS = ("batch_norm", "eager", "flax_linen", "flax_nnx", "parameter_server")
 
 

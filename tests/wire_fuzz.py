@@ -17,12 +17,19 @@ from jdp.collectives.pallas import gpu_topology
 from jdp.collectives.shared_memory import shared_segment
 from jdp.fingerprints import fingerprint
 from jdp.join import early_exit, lockstep, progress_exchange
-from jdp.launch import endings, launcher_link, watching
+from jdp.launch import endings, launcher_link
 from jdp.replicas import comparison, cores, differences, meeting, progress, wire
 from jdp.runtime import job_key, store
 from jdp.runtime.lifeline import rules, star_codec
 from jdp.runtime.transport import datagram_link, rendezvous, transport
-from jdp.watch.report import Awaited, ProcessReport
+from jdp.watch import job_watch, messages
+from jdp.watch.job_watch import JobWatch
+from jdp.watch.local_processes import LocalProcesses
+from jdp.watch.process_report import Awaited, ProcessReport
+from jdp.watch.record import Entry
+from jdp.watch.shares import StepSample
+from jdp.watch.status import JobStatus, ProcessStatus
+from jdp.watch.stragglers import StepShares
 from tests.replicas import comparison_fuzz
 from tests.runtime.transport_fuzz import mutate
 
@@ -34,6 +41,19 @@ _WAITING = ProcessReport(
     *(1, 1, "program", 9.0), wait=Awaited("step", 4, "train", 9.0), begun=4, reached=4
 )
 _LATE = ProcessReport(2, 1, "python", 9.0, begun=3, reached=3, name="train")
+_SAMPLE = StepSample(4, 10**12 + 10**7, 10**6, 10**6, 10**5, 10**6, 1, True)
+_ROW = ProcessStatus(
+    process=1,
+    host="a host",
+    place="program",
+    place_s=0.5,
+    state="well",
+    step=7,
+    recent=StepShares(0.5, 0.25, 0.125, 0.125, 0.0),
+    last_100=StepShares(),
+    slow_since=3,
+)
+_WATCH = "Reports Samples Ask Part Lines Rows Stop Ping Pong".split()
 # A message of each kind that processes send each other by way of the store.
 MESSAGES = {
     "meeting.MeetingRecord": meeting.MeetingRecord("a topic", b"body", "why"),
@@ -64,9 +84,15 @@ MESSAGES = {
     "lifeline.Stuck": rules.Stuck(1, "why"),
     "endings.Exit": endings.Exit(1, -9, 0.5, 0, None, "why"),
     "star_codec.Frame": star_codec.Frame("say", 1, b"body"),
-    "watching._Reports": watching._Reports("a host", (_WAITING, _LATE)),
-    "watching._Ask": watching._Ask(),
-    "watching._Lines": watching._Lines(("a line", "another"), True),
+    "messages.Reports": messages.Reports(1, "a host", (_WAITING, _LATE)),
+    "messages.Samples": messages.Samples(1, 5, (StepSample(3, 10**12), _SAMPLE)),
+    "messages.Ask": messages.Ask(),
+    "messages.Part": messages.Part(1, 5, "a stack", (Entry(10**12, 3, 7, "train"),)),
+    "messages.Lines": messages.Lines(("a line", "another"), True),
+    "messages.Rows": messages.Rows((_ROW,)),
+    "messages.Stop": messages.Stop(1, "why"),
+    "messages.Ping": messages.Ping(1, 10**12),
+    "messages.Pong": messages.Pong(1, 10**12, 10**11, 10**11 + 5, "boot"),
     "comparison.Difference": comparison.Difference(1, 0),
     "comparison digests": [b"d" * 16, b"e" * 16],
     "comparison array": ("float32[2]", 0),
@@ -90,9 +116,7 @@ KINDS = {
     "lifeline.Stuck": rules.Message,
     "a list of shared_segment.Peer": list[shared_segment.Peer],
     "endpoints of a link": tuple[str, str],
-    "watching._Reports": watching._Message,
-    "watching._Ask": watching._Message,
-    "watching._Lines": watching._Message,
+    **{f"messages.{name}": messages.Message for name in _WATCH},
     "comparison digests": list[bytes],
     "comparison array": tuple[str, int],
     "comparison._CapturedArray": list[comparison._CapturedArray],
@@ -239,24 +263,33 @@ def _show_end(data: bytes, found: endings.Exit) -> None:
     assert 0 <= endings.exit_code(end.returncode) < 256
 
 
-def _act_on_watch(data: bytes, found: watching._Message) -> None:
+def _act_on_watch(data: bytes, found: messages.Message) -> None:
     """Other hosts can make a watch show printable lines, and nothing else."""
     del data
     shown: list[str] = []
-    options = watching.WatchOptions(stall_s=1.0, folder="/dev/null/none")
-    watch = watching.Watch(options, num_processes=3, show=shown.append)
-    now_s = time.monotonic()
-    for message in (found, watching._Reports("a host", (_WAITING,))):
-        watch._act_on(message, now_s)
-    for late_s in (0.1, 0.2, 9.0):
-        watch._judge(now_s + late_s)
+    options = job_watch.WatchOptions(stall_s=1.0, folder="/dev/null/none")
+    for host in (0, 1):
+        outlets = job_watch.Outlets(shown.append, _check_status, tell=len)
+        local = LocalProcesses(host)
+        watch = JobWatch(options, local, outlets, num_processes=3, host=host)
+        now_s = time.monotonic()
+        some = messages.Reports(1, "a host", (_WAITING,)), messages.Ask()
+        for message in (some[0], found, *some, found):
+            watch._act_on(message, 10**12)
+        for late_s in (0.1, 0.2, 9.0):
+            if host == 0:
+                watch._judge(now_s + late_s)
+        assert abs(watch.offset_ns) < 1 << 64
     assert all(map(str.isprintable, shown)), shown
 
 
+def _check_status(found: JobStatus) -> None:
+    assert msgspec.json.decode(msgspec.json.encode(found), type=JobStatus) == found
+    assert all(row.host.isprintable() for row in found.processes)
+
+
 NEXT = {
-    "watching._Reports": _act_on_watch,
-    "watching._Ask": _act_on_watch,
-    "watching._Lines": _act_on_watch,
+    **{f"messages.{name}": _act_on_watch for name in _WATCH},
     "datagram_link._Offer": lambda data, found: _try(datagram_link._decode_offer, data),
     "endpoints of a link": lambda data, found: _try(rendezvous._check_endpoints, found),
     "shared_segment.SegmentOffer": lambda data, found: _open(found),

@@ -26,7 +26,7 @@ _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 # confused with another one, such as --address with --coordinator.
 _OF_SERVERS = "addresses first all_workers restarts is_table is_json".split()
 _OF_NODES = ("num_nodes", "node_rank")
-_OF_WATCH = ("stall_s", "on_stall")
+_OF_WATCH = ("stall_s", "on_stall", "timeline", "prometheus_port")
 _OF_PROCESSES = ("devices_per_process", *_OF_NODES, "coordinator", *_OF_WATCH)
 _OF_HOSTS = ("ssh", "python")
 
@@ -44,6 +44,8 @@ _BY_FIELD = {
     "log_dir": "--log-dir",
     "stall_s": "--stall-s",
     "on_stall": "--on-stall",
+    "timeline": "--timeline",
+    "prometheus_port": "--prometheus-port",
     "num_servers": "--servers",
     "num_workers": "--workers",
     "addresses": "--address",
@@ -72,6 +74,8 @@ def launch(
     log_dir: launch_options.LogDir = "",
     stall_s: launch_options.StallS = 10.0,
     on_stall: launch_options.OnStall = "raise",
+    timeline: launch_options.Timeline = "",
+    prometheus_port: launch_options.PrometheusPort = None,
     num_servers: launch_options.NumServers = None,
     num_workers: launch_options.NumWorkers = None,
     addresses: launch_options.Addresses = None,
@@ -97,6 +101,7 @@ def launch(
     if not (num_servers or num_workers):
         shared.update(devices_per_process=devices_per_process, stall_s=stall_s)
         shared.update(coordinator_address=coordinator, on_stall=on_stall)
+        shared.update(timeline=timeline, prometheus_port=prometheus_port)
     if hosts:
         _launch_hosts(is_module, words, hosts=hosts, ssh=ssh, python=python, **shared)
     if num_processes is not None:

@@ -101,6 +101,24 @@ OnStall = Annotated[
         "thirty times --stall-s.",
     ),
 ]
+Timeline = Annotated[
+    str,
+    typer.Option(
+        metavar="DIR",
+        help="Keep what each process did, step by step, in this folder, for `jdp "
+        "timeline merge`.",
+        show_default=False,
+    ),
+]
+PrometheusPort = Annotated[
+    int | None,
+    typer.Option(
+        metavar="PORT",
+        help="Port on 127.0.0.1, of the first host, where Prometheus finds the status "
+        "of the job.",
+        show_default=False,
+    ),
+]
 NumServers = Annotated[
     int | None,
     typer.Option(

@@ -40,6 +40,10 @@ ENTRIES = {
         # Words after the script belong to the script, even if they look like options.
         {"allow_interspersed_args": False},
     ),
+    "status": Command(
+        "jdp.cli.status:show",
+        "Show what the processes of the jobs on this host do, as it changes.",
+    ),
     "plan": Command(
         "jdp.cli.plan:plan",
         "Show the buckets that the gradients of a loss send, in order.",
@@ -58,7 +62,7 @@ ENTRIES = {
         },
     ),
     "timeline": Group(
-        "Look at what ranks of the eager engine did.",
+        "Look at what the processes of a job did.",
         {
             "diff": Command(
                 "jdp.cli.timeline:diff",
@@ -66,7 +70,7 @@ ENTRIES = {
             ),
             "merge": Command(
                 "jdp.cli.timeline:merge",
-                "Merge the timelines of ranks into one file.",
+                "Merge what the processes of a job did into one file.",
             ),
         },
     ),

@@ -9,8 +9,8 @@ import rich.table
 import rich.text
 import typer
 
+from jdp.cli import timeline_merge
 from jdp.eager.diagnosis import divergence, flight_recorder
-from jdp.eager.diagnosis import timeline as eager_timeline
 from jdp.eager.diagnosis.flight_recorder import Dump
 
 
@@ -56,10 +56,12 @@ def merge(
         typer.Argument(metavar="FILES", hidden=True),
     ],
 ) -> None:
-    """Merge the timelines of ranks into one file.
+    """Merge what the processes of a job did into one file.
 
-    FILES are the timelines. The clocks of their hosts are aligned.
-    chrome://tracing and ui.perfetto.dev open the file.
+    FILES are the folder of `jdp launch --timeline`, its files, and timelines of the
+    eager engine. All come onto one clock. A name that ends with .html is a page with a
+    summary, to zoom and search; any other file is opened by ui.perfetto.dev and
+    chrome://tracing.
     """
     # `jdp timeline merge trace.rank*.json`, with OUT left out, must not lose a file.
     if out.exists():
@@ -68,11 +70,11 @@ def merge(
             param_hint="OUT",
         )
     try:
-        ranks = eager_timeline.merge(files, out)
+        count = timeline_merge.merge(files, out)
     except (OSError, ValueError) as error:
-        raise _bad_file(error, "the timelines that ranks wrote") from None
-    noun = "rank" if len(ranks) == 1 else "ranks"
-    typer.echo(f"{out}: {noun} {', '.join(map(str, ranks))}")
+        wanted = "the files of `jdp launch --timeline`, or timelines that ranks wrote"
+        raise _bad_file(error, wanted) from None
+    typer.echo(f"{out}: {count}")
 
 
 def _bad_file(error: OSError | ValueError, wanted: str) -> typer.BadParameter:

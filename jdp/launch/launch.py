@@ -16,12 +16,14 @@ from jdp.launch import (
     logs,
     output,
     ports,
+    prometheus,
     reports,
     supervisor,
     user_target,
     watching,
 )
 from jdp.runtime import addresses, environment, job_key, private_folder, user_program
+from jdp.watch import job_watch
 
 _LOOPBACK = "127.0.0.1"
 
@@ -65,8 +67,10 @@ class LaunchOptions:
     grace_s: float = 5.0  # From SIGTERM to SIGKILL.
     has_shares: bool = True  # of the cores; see `core_shares.find_shares`.
     log_dir: str = ""  # A folder for the output of each process; see `logs`.
-    stall_s: float = 10.0  # see `watching.WatchOptions`.
-    on_stall: watching.OnStall = "raise"
+    stall_s: float = 10.0  # see `job_watch.WatchOptions`.
+    on_stall: job_watch.OnStall = "raise"
+    timeline: str = ""  # A folder for all entries of the records; "": none.
+    prometheus_port: int | None = None  # of loopback, on host 0; None: none.
     # The secret of the job, the same on every host; None: see `find_key`.
     key: bytes | None = dataclasses.field(default=None, repr=False)
 
@@ -86,6 +90,7 @@ class LaunchOptions:
                 f"`grace_s` must be a number of seconds, 0 or more, got {self.grace_s}."
             )
         self.as_watch()
+        prometheus.check_port(self.prometheus_port)
         if self.coordinator_address is not None:
             _check_address(self.coordinator_address)
         elif self.num_nodes > 1:
@@ -94,9 +99,9 @@ class LaunchOptions:
                 "every host the same host:port, a free port on the host of node 0."
             )
 
-    def as_watch(self) -> watching.WatchOptions:
+    def as_watch(self) -> job_watch.WatchOptions:
         """Returns the options of the watch."""
-        return watching.WatchOptions(
+        return job_watch.WatchOptions(
             stall_s=self.stall_s, on_stall=self.on_stall, folder=self.log_dir
         )
 
@@ -179,7 +184,7 @@ def _launch(
     try:
         if link is not None and on_link is not None:
             on_link(link)
-        forwarder, watch = _make_outputs(options, environs, fds, link)
+        forwarder, watch = _make_outputs(options, environs, fds, link, folder)
         if problem:
             forwarder.print_line(problem)
         job = supervisor.Supervisor(
@@ -233,6 +238,7 @@ def _make_outputs(
     process_ids: Iterable[int],
     fds: tuple[int | None, int, int],
     link: launcher_link.LauncherLink | None,
+    folder: str,
 ) -> tuple[output.Forwarder, watching.Watch]:
     """Returns the output of the processes, and the watch that writes to it."""
     num_processes = options.num_nodes * options.num_processes
@@ -251,6 +257,9 @@ def _make_outputs(
         show=functools.partial(reports.show_to_all, forwarder, files),
         host=options.node_rank,
         link=link,
+        folder=folder,
+        timeline=options.timeline,
+        port=options.prometheus_port if options.node_rank == 0 else None,
     )
     return forwarder, watch
 

@@ -17,6 +17,7 @@ from jdp.launch.endings import Exit
 from jdp.replicas import wire
 from jdp.runtime import addresses
 from jdp.runtime.lifeline import star, star_codec, star_line
+from jdp.watch.messages import Told
 
 _PURPOSE = "launchers"
 _MOST_PROCESSES = 1 << 31
@@ -59,7 +60,7 @@ class LauncherLink:
         self._heard: list[Exit] = []
         self._absent: dict[int, float] = {}
         self._refusals: list[str] = []
-        self._told: collections.deque[bytes] = collections.deque(maxlen=_MOST_TOLD)
+        self._told: collections.deque[Told] = collections.deque(maxlen=_MOST_TOLD)
         self._lock = threading.Lock()
         self._meet_by_s = time.monotonic() + _MEET_S
         listener = star_line.listen(*place) if node_rank == 0 else None
@@ -76,7 +77,7 @@ class LauncherLink:
             heard=self._hear,
             lost=self._lose,
             refused=self._refuse,
-            told=lambda node, body: self._told.append(body),
+            told=self._note_told,
         )
 
     def say(self, end: Exit) -> None:
@@ -91,7 +92,11 @@ class LauncherLink:
         """Sends a message of the watch to host 0, or from it to all; see `star`."""
         self._star.say(body, is_kept=False)
 
-    def take_told(self) -> list[bytes]:
+    def _note_told(self, node: int, body: bytes) -> None:
+        del node  # Messages name it themselves.
+        self._told.append(Told(body, time.monotonic_ns()))
+
+    def take_told(self) -> list[Told]:
         """Returns the messages of other watches since the last call."""
         told = []
         while self._told:

@@ -272,6 +272,7 @@ def _begin_step(name: str) -> None:
     _MainThread.is_inside = True
     note_finished()
     _MainThread.number += 1
+    stamps.stamp_reductions()
     stamps.stamp(stamps.STEP_BEGUN, _MainThread.number, name)
 
 

@@ -20,6 +20,9 @@ ITERATION_BEGUN, ITERATION_ENDED = 16, 17  # waits of `jdp.join_batches`.
 EAGER_BEGUN, EAGER_ENDED = 18, 19
 TRACE_BEGUN, TRACE_ENDED = 20, 21
 PROGRAM_ENDED = 22
+# All time, in nanoseconds, that reductions through shared memory have waited for other
+# processes, and have taken without that.
+REDUCTIONS_WAITED, REDUCTIONS_WORKED = 23, 24
 
 Write = Callable[[int, int, str], None]
 
@@ -28,6 +31,9 @@ class _Record:
     """The record of this process."""
 
     write: Write | None = None
+    waited_ns: int = 0  # in reductions through shared memory.
+    reduced_ns: int = 0  # in these, with the waits.
+    stamped_ns: int = 0  # of it, what the record has.
 
 
 def set_record(write: Write | None) -> None:
@@ -44,6 +50,25 @@ def stamp(kind: int, number: int = 0, name: str = "") -> None:
     """Takes down that something begins or ends now."""
     if _Record.write is not None:
         _Record.write(kind, number, name)
+
+
+def add_wait(num_ns: int) -> None:
+    """Adds time in which a reduction has waited for other processes, in nanoseconds."""
+    _Record.waited_ns += num_ns
+
+
+def add_reduction(num_ns: int) -> None:
+    """Adds the time that a reduction has taken, with its waits, in nanoseconds."""
+    _Record.reduced_ns += num_ns
+
+
+def stamp_reductions() -> None:
+    """Takes down how long reductions have waited and worked, if that has changed."""
+    write = _Record.write
+    if write is not None and _Record.reduced_ns != _Record.stamped_ns:
+        waited_ns, _Record.stamped_ns = _Record.waited_ns, _Record.reduced_ns
+        write(REDUCTIONS_WAITED, waited_ns, "")
+        write(REDUCTIONS_WORKED, max(0, _Record.stamped_ns - waited_ns), "")
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from jdp.runtime import (
     environment,
     freed_memory,
     job_key,
+    own_watch,
     places,
     program_end,
     roll_call,
@@ -35,6 +36,7 @@ from jdp.runtime.store import DistributedStore
 from jdp.runtime.user_mesh import MeshOption
 from jdp.types import AxisName, Device
 from jdp.watch import recording
+from jdp.watch.job_watch import OnStall, WatchOptions
 
 _logger = logging.getLogger("jdp")
 
@@ -47,6 +49,8 @@ class _InitOptions(PlaceOptions):
     mesh: MeshOption
     manual_axes: tuple[str, ...]
     num_shards: int | None
+    stall_s: float
+    on_stall: OnStall
 
 
 class _Initialized:
@@ -72,6 +76,8 @@ def init(
     mesh: MeshOption = None,
     manual_axes: str | Sequence[str] = (),
     num_shards: int | None = None,
+    stall_s: float = 10.0,
+    on_stall: OnStall = "log",
 ) -> World:
     """Joins the job and returns its replicas; every process calls it once, first.
 
@@ -105,6 +111,11 @@ def init(
         number of replicas. Steps compute them one by one, and the training has the
         same bits on any number of replicas; see `jdp.data_parallel`. None: each replica
         computes its part of a batch at once.
+      stall_s: in a job without `jdp launch`, a process for which others wait so many
+        seconds longer than a usual step is named on all of them; 0: never. Under `jdp
+        launch` its own option counts; see docs/when_it_hangs.md.
+      on_stall: "log": it is only named. "raise": the processes also end, with exit code
+        79, once the others have waited thirty times `stall_s`.
 
     Returns:
       The world; functions that take `world=None` use it.
@@ -128,6 +139,8 @@ def init(
         mesh=mesh,
         manual_axes=(manual_axes,) if isinstance(manual_axes, str) else (*manual_axes,),
         num_shards=num_shards,
+        stall_s=stall_s,
+        on_stall=on_stall,
     )
     if _Initialized.options is not None:
         _check_same_options(_Initialized.options, options)
@@ -185,6 +198,7 @@ def _check_options(options: _InitOptions) -> None:
         if value is not None and value < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value}.")
     environment.check_num_devices("num_cpu_devices", options.num_cpu_devices)
+    WatchOptions(stall_s=options.stall_s, on_stall=options.on_stall)
     num_names = len(types.as_axis_names(options.axis_name))
     if options.num_nodes is not None and num_names < 2:
         raise ValueError(
@@ -196,9 +210,16 @@ def _check_options(options: _InitOptions) -> None:
 def _join_job(place: ProcessPlace, options: _InitOptions) -> tuple[World, bool]:
     """Joins a job of several processes; also returns whether all are on one host."""
     user_mesh.check_comes_in_time(options.mesh, place.num_processes)
+    has_launcher = user_program.has_launcher()
     recording.begin(os.environ.pop(environment.RECORD, ""))
+    if not has_launcher:
+        own_watch.begin_record(place.process_id)
     with stamps.during(stamps.INIT_BEGUN, 1):
-        return _meet_others(place, options)
+        world, is_one_host = _meet_others(place, options)
+    if not has_launcher:
+        limits: Any = dict(stall_s=options.stall_s, on_stall=options.on_stall)
+        own_watch.start(world, **limits)
+    return world, is_one_host
 
 
 def _meet_others(place: ProcessPlace, options: _InitOptions) -> tuple[World, bool]:

@@ -93,6 +93,16 @@ def enter() -> Iterator[str]:
             remove(folder, ignore_errors=True)
 
 
+def find_all() -> Iterator[str]:
+    """Yields the folders of this user that launchers and processes have made."""
+    for parent in dict.fromkeys(_find_parents()):
+        with contextlib.suppress(OSError):
+            for name in os.listdir(parent):
+                folder = os.path.join(parent, name)
+                if name.startswith(_LOCKED_PREFIX) and is_private(folder):
+                    yield folder
+
+
 def is_private(folder: str) -> bool:
     """Returns whether only this user can enter `folder`, which is not a link."""
     try:

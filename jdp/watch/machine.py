@@ -4,7 +4,7 @@ import os
 import re
 from typing import NamedTuple
 
-from jdp.watch.report import Facts, State
+from jdp.watch.process_report import Facts, State
 
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _WINDOW_NS = 1_000_000_000  # over which CPU time is compared.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from jdp.watch.report import ProcessReport
+from jdp.watch.process_report import ProcessReport
 
 UNHEARD_S = 4.0  # without a report of a host that reports four times per second.
 # A watcher that has slept for so long has not seen what the others did meanwhile.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from jdp.replicas import stamps
 from jdp.watch.record import Entry
-from jdp.watch.report import ProcessReport
+from jdp.watch.process_report import ProcessReport
 
 _MOST_ENTRIES = 200  # of each process.
 _NAMES = {

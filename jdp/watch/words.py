@@ -4,18 +4,25 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from jdp.watch.report import ProcessReport
+from jdp.watch.process_report import ProcessReport
 from jdp.watch.rules import Resumed, Stall
+from jdp.watch.stragglers import Straggler
 
 _MOST_NAMED = 8
 
 
-def describe(stall: Stall, hosts: Mapping[int, str] | None = None) -> str:
+def describe(
+    stall: Stall,
+    hosts: Mapping[int, str] | None = None,
+    *,
+    has_launchers: bool = True,
+) -> str:
     """Describes a stall in two or three sentences.
 
     Args:
       stall: the stall.
-      hosts: name of each host by index; a single host is not named.
+      hosts: what to call each host, by index; a single host is not named.
+      has_launchers: whether launchers watch the processes.
     """
     waiting = _list_processes(stall.waiting)
     where = _describe_wait(stall.waiting)
@@ -28,7 +35,7 @@ def describe(stall: Stall, hosts: Mapping[int, str] | None = None) -> str:
     report = stall.report
     who = f"process {report.process}"
     if hosts and len(hosts) > 1:
-        who += f" on host {report.host} ({hosts.get(report.host, 'unknown')})"
+        who += f" on host {hosts.get(report.host, 'unknown')}"
     begun = " before its first step"
     report = _correct(stall)
     if report.place in ("call", "trace", "compile", "program"):
@@ -36,7 +43,7 @@ def describe(stall: Stall, hosts: Mapping[int, str] | None = None) -> str:
     elif report.begun:
         begun = f" after step {report.begun}"
     text = (
-        f"{who} {_describe_place(report)}{begun}; {waiting} "
+        f"{who} {_describe_place(report, has_launchers)}{begun}; {waiting} "
         f"{_have(stall.waiting)} waited {stall.waited_s:.0f} s for it, in {where}."
     )
     if report.failed:
@@ -69,6 +76,21 @@ def describe_resumed(resumed: Resumed) -> str:
     return f"process {resumed.process} goes on; others waited {resumed.waited_s:.0f} s."
 
 
+def describe_straggler(straggler: Straggler) -> str:
+    """Describes a process that is slower than the others."""
+    shares = straggler.shares
+    work_ms, others_ms = shares.work_s * 1e3, straggler.others_s * 1e3
+    text = (
+        f"process {straggler.process} has been slower than the others since step "
+        f"{straggler.since_step}: {work_ms:.3g} ms of work per step, and theirs takes "
+        f"{others_ms:.3g} ms. This costs {straggler.cost:.0%} of the time of the job."
+    )
+    more_ms = (shares.loading_s - straggler.others_loading_s) * 1e3
+    if more_ms > (work_ms - others_ms) / 2:
+        text += f" Its loader takes {more_ms:.3g} ms more than theirs."
+    return text
+
+
 def _correct(stall: Stall) -> ProcessReport:
     """Returns a report that knows that the step has ended, as others have seen."""
     report = stall.report
@@ -78,7 +100,7 @@ def _correct(stall: Stall) -> ProcessReport:
     return report
 
 
-def _describe_place(report: ProcessReport) -> str:
+def _describe_place(report: ProcessReport, has_launchers: bool) -> str:
     """Describes where a process is, with the reason if that is known."""
     place_s, state_s = f"{report.place_s:.0f} s", f"{report.state_s:.0f} s"
     inside = _PLACES[report.place].format(name=report.name)
@@ -91,9 +113,12 @@ def _describe_place(report: ProcessReport) -> str:
             end = report.end or "it has ended"
             return f"has been gone for {state_s} ({end}), {inside},"
         case "unheard":
+            why = "its launcher is stopped"
+            if not has_launchers:
+                why = "it is stopped or in C code that holds Python's lock"
             return (
                 f"has not been heard for {state_s} (its host or the network failed, or "
-                f"its launcher is stopped), {inside},"
+                f"{why}), {inside},"
             )
         case "deaf":
             return (

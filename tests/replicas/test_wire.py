@@ -98,7 +98,7 @@ FUZZED = {
         gpu_topology: list[GpuFacts], measurement: list[Seconds],
         measurement_cache: Machine, measurement_cache: StoredTimes,
         early_exit: DepartureNotice, process_lines: rules.Message,
-        launcher_link: Exit, star_codec: Frame, watching: _Message,
+        launcher_link: Exit, star_codec: Frame, messages: Message,
         fingerprint: _Record""",
     "comparison_fuzz": """
         comparison: Difference, comparison: int, comparison: tuple[str; int],
@@ -118,6 +118,7 @@ FUZZED = {
     # Files that only their owner gives to a tool.
     "": """
         choice: cls, timeline: list[dict[str; Any]], record: _Head,
+        record_file: _Header, record_file: Entry | _Offset, status: JobStatus,
         record: _OutlinesLine, record: _StepLine""",
 }
 

@@ -16,7 +16,7 @@ import tempfile
 import time
 from typing import NamedTuple
 
-from jdp.launch import watching
+from jdp.watch import job_watch
 
 PROGRAM = pathlib.Path(__file__).with_name("fault_program.py")
 ROOT = PROGRAM.parent.parent.parent
@@ -102,7 +102,7 @@ def check(
         return Found(f"no alarm, exit code {code}:\n{''.join(lines)[-2000:]}")
     took_s = alarm_s - begun_s
     wrong = _judge(cause, moment, process, alarm, took_s - stall_s)
-    if wrong is None and on_stall == "raise" and code != watching.STALLED_CODE:
+    if wrong is None and on_stall == "raise" and code != job_watch.STALLED_CODE:
         wrong = f"exit code {code}"
     return Found(wrong, took_s, alarm)
 

@@ -15,7 +15,7 @@ import sys
 from typing import NamedTuple
 
 from jdp.watch import rules
-from jdp.watch.report import Awaited, ProcessReport
+from jdp.watch.process_report import Awaited, ProcessReport
 from jdp.watch.rules import WatchOptions
 
 STALL_S = 10.0

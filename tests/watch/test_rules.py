@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from jdp.watch import rules, words
-from jdp.watch.report import Awaited, ProcessReport
+from jdp.watch.process_report import Awaited, ProcessReport
 from jdp.watch.rules import WatchOptions
 from tests.watch import simulation
 
@@ -190,7 +190,7 @@ def test_a_host_that_does_not_report_is_named():
         found += [(stall.process, i) for stall in findings.begun]
     assert found == [(1, 11)]
     (stall,) = findings.lasting
-    text = words.describe(stall, {0: "alpha", 1: "beta"})
+    text = words.describe(stall, {0: "0 (alpha)", 1: "1 (beta)"})
     assert "process 1 on host 1 (beta) has not been heard for 19 s" in text
 
 

@@ -12,11 +12,12 @@ import pytest
 
 import jdp
 from jdp.launch import launch, watching
-from jdp.launch.watching import WatchOptions
 from jdp.replicas import stamps
-from jdp.watch import recording
+from jdp.watch import job_watch, recording
+from jdp.watch.job_watch import JobWatch, Outlets, WatchOptions
+from jdp.watch.local_processes import LocalProcesses
 from jdp.watch.record import RecordReader
-from jdp.watch.report import Awaited, ProcessReport
+from jdp.watch.process_report import Awaited, ProcessReport
 from jdp.watch.rules import Stall
 from tests import harness, two_hosts
 from tests.launch import test_launcher_link
@@ -164,12 +165,12 @@ def _stall(place="program", waited_s=301.0, process=1):
 )
 def test_a_stall_ends_the_job_when_it_has_lasted(on_stall, stall, ends):
     options = WatchOptions(on_stall=on_stall)
-    watch = watching.Watch(options, num_processes=2, show=print)
+    watch = JobWatch(options, LocalProcesses(0), Outlets(print), num_processes=2)
     end = watch._find_end((stall,))
     if not ends:
         assert end is None
         return
-    assert end[:2] == (1, watching.STALLED_CODE)
+    assert end.process == 1
     assert end.note.startswith("process 1 has been in Python between steps for 400 s")
     assert end.note.endswith("; the others have waited 301 s for it")
 
@@ -211,7 +212,7 @@ def test_a_process_of_another_host_is_named_on_all(tmp_path):
         jobs.append(job)
     outputs = [job.communicate(timeout=250)[0] for job in jobs]
     for node, (job, text) in enumerate(zip(jobs, outputs, strict=True)):
-        assert job.returncode == watching.STALLED_CODE, outputs
+        assert job.returncode == job_watch.STALLED_CODE, outputs
         alarms = [line for line in text.splitlines() if "has waited" in line]
         alarm = alarms[-1]
         assert re.search(r"process 1 on host 1 \(.+\) has been in Python", alarm)

@@ -13,6 +13,7 @@ piece is written, so the processes wait once per piece.
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -22,6 +23,7 @@ from jdp.collectives.shared_memory import arithmetic, cutting
 from jdp.collectives.shared_memory.cutting import ReducePiece, RowsPiece
 from jdp.collectives.shared_memory.local_replicas import LocalReplicas
 from jdp.collectives.shared_memory.shared_segment import SharedSegment
+from jdp.replicas import stamps
 from jdp.replicas.mesh import World
 from jdp.types import AxisName
 
@@ -283,11 +285,13 @@ class SharedBuffer:
         with self._lock:
             if self._failure is not None or self._segment is None:
                 raise RuntimeError(self._failure)
+            begun_ns = time.monotonic_ns()
             try:
                 yield self._segment
             except RuntimeError as error:
                 self._failure = str(error)
                 raise
+            stamps.add_reduction(time.monotonic_ns() - begun_ns)
 
     def _others(self) -> list[int]:
         return [r for r in range(len(self._processes)) if r != self._rank]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jdp.replicas import cores, meeting, sealed_memory, wire
+from jdp.replicas import cores, meeting, sealed_memory, stamps, wire
 from jdp.replicas.cores import UsableCores
 from jdp.replicas.meeting import MeetingRecord, StoreMeeting
 from jdp.replicas.mesh import World
@@ -116,9 +116,11 @@ class SharedSegment:
         self._count += 1
         self._words[_WORDS_A_LINE * self._own] = self._count
         self._futex(self._own, _FUTEX_WAKE, _ALL_WAITERS)
+        begun_ns = time.monotonic_ns()
         for rank in range(len(self._processes)):
             if rank != self._own:
                 self._wait_for(rank)
+        stamps.add_wait(time.monotonic_ns() - begun_ns)
 
     def _wait_for(self, rank: int) -> None:
         words, word, count = self._words, _WORDS_A_LINE * rank, self._count

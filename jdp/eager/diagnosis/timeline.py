@@ -211,7 +211,7 @@ def merge(
       OSError: a file cannot be read or written; the error has the path.
       ValueError: a file is not a timeline, or two have the same rank.
     """
-    timelines = [(os.fspath(path), *_read(os.fspath(path))) for path in paths]
+    timelines = [(os.fspath(path), *read(path)) for path in paths]
     if not timelines:
         raise ValueError("`paths` must name at least one timeline.")
     path_of_rank: dict[int, str] = {}
@@ -251,8 +251,10 @@ def _metadata(
     return event if tid is None else event | {"tid": tid}
 
 
-def _read(path: str) -> tuple[int, list[dict[str, Any]]]:
+def read(path: str | os.PathLike[str]) -> tuple[int, list[dict[str, Any]]]:
     """Reads the start of a timeline, in microseconds since the epoch, and its events.
+
+    The times of the events are microseconds since that start.
 
     Raises:
       OSError: the file cannot be read.

@@ -21,6 +21,7 @@ from jdp.replicas.mesh import World
 from jdp.runtime import forks
 from jdp.runtime.lifeline.process_lines import ProcessLines
 from jdp.runtime.lifeline.rules import LifelineVerdict
+from jdp.watch.messages import Told
 
 _logger = logging.getLogger("jdp")
 
@@ -115,6 +116,17 @@ def is_needed_by_others(waited_s: float) -> bool:
     """Returns whether the end of this process, now, would abort another one."""
     current = _Current.lifeline
     return current is not None and current.is_needed_by_others(waited_s)
+
+
+def tell(body: bytes) -> None:
+    """Sends a message of the watch to process 0, or from it to all others."""
+    if _Current.lifeline is not None:
+        _Current.lifeline.tell(body)
+
+
+def take_told() -> list[Told]:
+    """Returns the messages of other watches since the last call."""
+    return [] if _Current.lifeline is None else _Current.lifeline.take_told()
 
 
 def _leave_at_exit() -> None:

@@ -3,6 +3,7 @@
 The thread of the star runs all of it but `leave` and the calls at the end.
 """
 
+import collections
 import logging
 import math
 import os
@@ -19,10 +20,12 @@ from jdp.runtime import environment, user_program
 from jdp.runtime.lifeline import by_store, rules, star, star_line
 from jdp.runtime.lifeline.jax_end import JaxEnd
 from jdp.runtime.lifeline.rules import AtEnd, Gone, Left, LeftJax, LifelineVerdict
+from jdp.watch.messages import Told
 
 _PURPOSE = "processes"
 _KEY = "jdp/lifeline"  # key in the store: where process 0 listens.
 _CHECK_PERIOD_S = 0.1
+_MOST_TOLD = 4000  # messages of watches that wait to be taken.
 _MEET_TIMEOUT_S = 10.0
 # Process 0 ends later: its end lets JAX abort the others. It waits for them so long
 # after they have to end, and for their exit handlers.
@@ -51,6 +54,7 @@ class ProcessLines:
         self._verdict: LifelineVerdict | None = None  # the reason of its own end.
         self._after_loss: rules.AfterLoss | None = None
         self._shown: set[int] = set()
+        self._told = collections.deque[Told](maxlen=_MOST_TOLD)
         self._ended_s: float | None = None
         self._has_failed = False
         self._has_noted = False
@@ -100,7 +104,23 @@ class ProcessLines:
             lost=self._lost,
             tick=self._tick,
             alarm=None if fd is None else (fd, self._hear_launcher),
+            told=self._note_told,
         )
+
+    def tell(self, body: bytes) -> None:
+        """Sends a message of the watch; see `star`."""
+        self._star.say(body, is_kept=False)
+
+    def _note_told(self, process: int, body: bytes) -> None:
+        del process  # Messages name it themselves.
+        self._told.append(Told(body, time.monotonic_ns()))
+
+    def take_told(self) -> list[Told]:
+        """Returns the messages of other watches since the last call."""
+        told = []
+        while self._told:
+            told.append(self._told.popleft())
+        return told
 
     def leave(self, error: str | None, culprit: int | None) -> None:
         """Tells the others that the program of this process has ended; once."""
