@@ -112,8 +112,8 @@ def init(
         same bits on any number of replicas; see `jdp.data_parallel`. None: each replica
         computes its part of a batch at once.
       stall_s: in a job without `jdp launch`, a process for which others wait so many
-        seconds longer than a usual step is named on all of them; 0: never. Under `jdp
-        launch` its own option counts; see docs/when_it_hangs.md.
+        seconds longer than a usual step, but at least 5, is named on all of them; 0:
+        never. Under `jdp launch` its own option counts; see docs/when_it_hangs.md.
       on_stall: "log": it is only named. "raise": the processes also end, with exit code
         79, once the others have waited thirty times `stall_s`.
 

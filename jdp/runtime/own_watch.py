@@ -19,7 +19,10 @@ from jdp.watch.job_watch import JobWatch, OnStall, Outlets, WatchOptions
 from jdp.watch.local_processes import LocalProcesses
 from jdp.watch.status import JobStatus
 
+# A process that runs no thread is known to be silent after 4 s, and not before.
+_LEAST_STALL_S = 5.0
 _SILENT_S = 4.0  # beyond `stall_s`, until process 0 is named.
+_OTHERS_END_S = 1.5  # JAX aborts them when process 0 has ended.
 
 
 class _Own:
@@ -53,7 +56,8 @@ def start(world: World, *, stall_s: float, on_stall: OnStall) -> None:
     """
     if _Own.local is None or _Own.process != world.process_index:
         return
-    options = WatchOptions(stall_s=stall_s, on_stall=on_stall)
+    least_s = _LEAST_STALL_S if stall_s else 0.0
+    options = WatchOptions(stall_s=max(stall_s, least_s), on_stall=on_stall)
     watch = _OwnWatch(world, options, _Own.local)
     world_end.register(forks.only_here(watch.close))
 
@@ -106,6 +110,8 @@ class _OwnWatch:
             if end is not None:
                 user_program.show(f"{end.note}. The job ends.")
                 user_program.flush()
+                if self._own == 0:
+                    time.sleep(_OTHERS_END_S)
                 os._exit(job_watch.STALLED_CODE)
             if self._own != 0 and self._options.stall_s:
                 self._look_at_watcher()

@@ -32,7 +32,10 @@ def report() -> JobStatus | None:
     """
     if _Source.find is not None:
         return _Source.find()
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        return None
     try:
-        return status.read(os.environ.get(FOLDER, ""))
+        return status.read(folder)
     except (OSError, ValueError):
         return None

@@ -26,7 +26,8 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
       waited_ns: time in which its main thread has waited for others on the host.
       reduced_ns: time in which its reductions through shared memory have waited.
       sent_ns: time that these reductions took besides.
-      loaded_ns: time in loaders that jdp knows.
+      loaded_ns: time of its main thread in loaders that jdp knows.
+      read_ns: time that the thread of `jdp.join_batches` took for its last batch.
       num_compiled: number of programs that were compiled.
       is_idle: whether the program of the step before had ended by then.
     """
@@ -37,6 +38,7 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
     reduced_ns: int = 0
     sent_ns: int = 0
     loaded_ns: int = 0
+    read_ns: int = 0
     num_compiled: int = 0
     is_idle: bool = False
 
@@ -129,6 +131,7 @@ def _load(state: SharesState, entry: Entry) -> SharesState:
     if kind == stamps.READ_BEGUN:
         return state._replace(reads_ns=at_ns)
     if kind == stamps.READ_ENDED and state.reads_ns:
+        totals = _renew(totals, read_ns=at_ns - state.reads_ns)
         if state.waits_ns and state.is_iteration:
             # The main thread has waited for its own reader, not for the others.
             *outer, since_ns = state.waits_ns

@@ -83,6 +83,8 @@ def make_row(
 
 def write(folder: str, status: JobStatus) -> None:
     """Replaces the status in a folder; a full disk, or no folder, changes nothing."""
+    if not folder:
+        return
     path = pathlib.Path(folder, FILE_NAME)
     with contextlib.suppress(OSError):
         fd, name = tempfile.mkstemp(dir=folder)

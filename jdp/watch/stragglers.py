@@ -17,6 +17,7 @@ import msgspec
 from jdp.watch.shares import StepSample
 
 _LIMIT = 1.15  # times the work of the others.
+_NEARLY = 1.12  # Above this, what was slow stays so.
 _GONE = 1.08  # below this, a straggler has recovered.
 _WINDOW = 20  # samples whose median counts.
 _LASTS = 10  # samples after the median was first above the limit.
@@ -200,7 +201,8 @@ class Stragglers:
             elif slow_s <= _LIMIT * others_s or slow_s - others_s <= max(
                 _spread(works[process]), _spread(works[typical])
             ):
-                history.num_slow = history.num_slow if history.is_named else 0
+                if not history.is_named and slow_s <= _NEARLY * others_s:
+                    history.num_slow = 0
             else:
                 if history.num_slow == 0:
                     half_s = (slow_s + others_s) / 2
@@ -256,6 +258,9 @@ def _divide(
         elif row[latest].is_idle and now.is_idle:
             waiting_ns += row[latest].at_ns - now.at_ns
         loading_ns = (now.loaded_ns - before.loaded_ns) / count
+        # While its own loader works, a process would wait without the others too.
+        own_ns = min(max(0.0, now.read_ns - (total_ns - waiting_ns)), waiting_ns)
+        waiting_ns, loading_ns = waiting_ns - own_ns, loading_ns + own_ns
         waiting_ns = min(max(waiting_ns, 0.0), total_ns)
         loading_ns = min(max(loading_ns, 0.0), total_ns - waiting_ns)
         rest_ns = total_ns - waiting_ns - loading_ns

@@ -51,7 +51,7 @@ def test_waits_loads_reductions_and_compilations_are_added_up():
         (16, stamps.STEP_BEGUN, 3),
         (17, stamps.STEP_PLACED),
     )
-    assert found == StepSample(3, 17 * MS, 6 * MS, 7, 9, 3 * MS, 1, False)
+    assert found == StepSample(3, 17 * MS, 6 * MS, 7, 9, 3 * MS, 0, 1, False)
 
 
 def test_a_wait_within_a_wait_counts_once():
@@ -76,6 +76,7 @@ def test_a_wait_for_the_own_reader_is_loading():
         (11, stamps.STEP_PLACED),
     )
     assert (found.loaded_ns, found.waited_ns) == (5 * MS, 3 * MS)
+    assert found.read_ns == 6 * MS
 
 
 def test_a_reader_that_is_ahead_costs_nothing():

@@ -165,3 +165,20 @@ def test_the_words_name_a_loader():
     (straggler,) = found
     text = words.describe_straggler(straggler)
     assert text.endswith("Its loader takes 10 ms more than theirs.")
+
+
+@pytest.mark.parametrize("slow", [10, 14])
+def test_a_reader_that_is_busy_all_the_time_is_work_of_its_process(slow):
+    # Both read for 10 ms per batch; the batches of process 1 come 8 ms later.
+    stragglers, found = Stragglers(2), []
+    for step in range(1, 80):
+        for process in range(2):
+            total_ns = slow * 10**6
+            wait_ns = 8 * 10**6 * (1 - process) * step
+            read_ns = (slow if process else 10) * 10**6
+            sample = StepSample(step, step * total_ns, wait_ns, read_ns=read_ns)
+            stragglers.add(process, [sample])
+        found += stragglers.take_found()
+    assert [each.process for each in found] == ([1] if slow > 10 else [])
+    expected = 0.004 if slow > 10 else 0.0
+    assert stragglers.mean(0).waiting_s == pytest.approx(expected)

@@ -218,8 +218,14 @@ def test_a_process_of_another_host_is_named_on_all(tmp_path):
         assert re.search(r"process 1 on host 1 \(.+\) has been in Python", alarm)
         assert "process 0 has waited" in alarm
         *_, path = sorted((tmp_path / f"logs{node}").glob("jdp_stall_*.txt"))
-        # Each host has the stacks of its own processes.
-        assert f"# Python stacks of process {node}" in path.read_text()
+        # Each host has the stacks of its own processes, and the first host has all.
+        found = path.read_text()
+        for process in {node, 1}:
+            assert f"# Python stacks of process {process}" in found
+            pattern = rf"^ +-?\d+\.\d+ +{process} step begun 20 train$"
+            assert re.search(pattern, found, re.M)
+            if process == 1:
+                assert "fault_program.py" in found.partition("stacks of process 1")[2]
 
 
 def test_the_launcher_needs_no_jax_to_watch():
