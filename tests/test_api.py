@@ -40,7 +40,8 @@ SIGNATURES = {
     "global_batch": "(world, local_batch)",
     "gradient_order": "(loss_fn, params, *args)",
     "init": "(*, coordinator_address, num_processes, process_id, local_device_ids, "
-    "num_cpu_devices, axis_name, num_nodes, timeout_s, mesh, manual_axes, num_shards)",
+    "num_cpu_devices, axis_name, num_nodes, timeout_s, mesh, manual_axes, num_shards, "
+    "stall_s, on_stall)",
     "join_batches": "(batches, *, world, prefetch, like)",
     "local_gradients": "(loss_fn, argnums, *, has_aux, find_unused, allow_int, "
     "axis_name)",

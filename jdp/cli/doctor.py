@@ -33,6 +33,7 @@ EXTRAS = {
     "gpu": ("nvidia-ml-py",),
     "peers": ("torch",),
     "plot": ("matplotlib", "plotext"),
+    "prometheus": ("prometheus_client",),
 }
 _NUM_LAST_LINES = 15
 _CACHE_DIR = "JDP_CACHE_DIR"  # of `collectives.measurement_cache`.

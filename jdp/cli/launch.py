@@ -27,6 +27,7 @@ _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _OF_SERVERS = "addresses first all_workers restarts is_table is_json".split()
 _OF_NODES = ("num_nodes", "node_rank")
 _OF_WATCH = ("stall_s", "on_stall", "timeline", "prometheus_port")
+_PASSED_ON = ("devices_per_process", *_OF_WATCH)
 _OF_PROCESSES = ("devices_per_process", *_OF_NODES, "coordinator", *_OF_WATCH)
 _OF_HOSTS = ("ssh", "python")
 
@@ -99,9 +100,8 @@ def launch(
     shared: Any = dict(key_file=key_file, grace_s=grace_s, log_dir=log_dir)
     shared["has_shares"] = not is_unpinned
     if not (num_servers or num_workers):
-        shared.update(devices_per_process=devices_per_process, stall_s=stall_s)
-        shared.update(coordinator_address=coordinator, on_stall=on_stall)
-        shared.update(timeline=timeline, prometheus_port=prometheus_port)
+        shared["coordinator_address"] = coordinator
+        shared |= {name: context.params[name] for name in _PASSED_ON}
     if hosts:
         _launch_hosts(is_module, words, hosts=hosts, ssh=ssh, python=python, **shared)
     if num_processes is not None:

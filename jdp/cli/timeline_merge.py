@@ -15,15 +15,13 @@ from jdp.watch.trace import Span
 _RECORDS = "record_*.jsonl"  # of a folder.
 _RECORD_BEGINS = b'{"jdp_record"'
 _PAGE = ".html"
-# Threads of the eager engine come after those of the record.
+# Threads of the eager engine come after the threads of the record.
 _FIRST_TID = 100
 
 _Timeline = tuple[str, int, list[dict[str, Any]]]  # path, start in us, events.
 
 
-def merge(
-    files: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]
-) -> str:
+def merge(files: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> str:
     """Merges records of processes, and timelines of the eager engine.
 
     Args:
@@ -67,8 +65,9 @@ def _find(files: Sequence[str | os.PathLike[str]]) -> Iterator[str]:
             continue
         found = sorted(path.glob(_RECORDS))
         if not found:
-            raise ValueError(f"{path} has no {_RECORDS}, as `jdp launch --timeline` "
-                             "writes it.")
+            raise ValueError(
+                f"{path} has no {_RECORDS}, as `jdp launch --timeline` writes it."
+            )
         yield from map(os.fspath, found)
 
 

@@ -13,7 +13,7 @@ def check_port(port: int | None) -> None:
     """Checks a port, and that the library is there; None: no endpoint.
 
     Raises:
-      ValueError: it is no port, or the library is not installed.
+      ValueError: it is not a port, or the library is not installed.
     """
     if port is None:
         return

@@ -145,6 +145,11 @@ def init(
     if _Initialized.options is not None:
         _check_same_options(_Initialized.options, options)
         return worlds.current_world()
+    return _begin(options)
+
+
+def _begin(options: _InitOptions) -> World:
+    """Joins the job, for the first time or after `jdp.shutdown`."""
     _check_options(options)
     user_program.report(user_program.BEGAN)
     platforms = jax.config.values["jax_platforms"] or ""
@@ -158,8 +163,8 @@ def init(
         world, is_one_host = _make_world(options, None), True
     if options.mesh is not None:
         world = _with_mesh(world, options)
-    if num_shards is not None:
-        world = virtual_replicas.with_shards(world, num_shards)
+    if options.num_shards is not None:
+        world = virtual_replicas.with_shards(world, options.num_shards)
     worlds.set_current_world(world)
     _Initialized.options = options
     auto.prepare(world, is_one_host=is_one_host)

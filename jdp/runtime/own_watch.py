@@ -1,4 +1,4 @@
-"""Own watch: who watches a job that no launcher of jdp has started?
+"""Own watch: which process watches a job that no launcher of jdp has started?
 
 Each process looks at itself in a thread, and tells process 0, which judges. So a
 process that cannot run a thread is only seen to be silent, and process 0 by the others.
@@ -26,7 +26,7 @@ _OTHERS_END_S = 1.5  # JAX aborts them when process 0 has ended.
 
 
 class _Own:
-    """What this process keeps, also for a later job."""
+    """State of this process, kept also for a later job."""
 
     local: LocalProcesses | None = None
     process: int = 0
@@ -90,7 +90,7 @@ class _OwnWatch:
         )
         self._is_told = False  # that process 0 is silent.
         self._has_left = threading.Event()
-        lifeline.take_told()  # What came before is of no use.
+        lifeline.take_told()  # Earlier messages are of no use.
         reporting.set_source(lambda: self._status)
         self._thread = threading.Thread(target=self._run, name="jdp-own-watch")
         self._thread.daemon = True

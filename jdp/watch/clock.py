@@ -1,4 +1,4 @@
-"""Clock: how far is the monotonic clock of this host from that of the first host?
+"""Clock: how far ahead is the monotonic clock of the first host of the clock here?
 
 Pure. Half of the round trip is the error at most, so the quickest round trip counts.
 Clocks drift, by up to 50 us per second, so that an old one counts less.
@@ -10,10 +10,10 @@ _DRIFT = 50e-6  # seconds per second, of two quartz clocks.
 
 
 class ClockState(NamedTuple):
-    """What is known of the other clock.
+    """Knowledge about the other clock.
 
     Attributes:
-      offset_ns: what is to be added to a time here, for the time there.
+      offset_ns: difference to add to a time here, for the time there.
       error_ns: the largest error of that when it was measured; None: not measured.
       at_ns: when it was measured, on the clock here.
     """

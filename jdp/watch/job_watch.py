@@ -146,7 +146,7 @@ class JobWatch:
 
     @property
     def offset_ns(self) -> int:
-        """What the clock of this host lacks to that of host 0, in nanoseconds."""
+        """Difference to add to a time here, for the clock of host 0, in nanoseconds."""
         return self._clock.offset_ns
 
     def look(
@@ -324,9 +324,7 @@ class JobWatch:
 
     def _describe(self, stall: Stall) -> str:
         has_launchers = self._outlets.has_launchers
-        return words.describe(
-            stall, self._label_hosts(), has_launchers=has_launchers
-        )
+        return words.describe(stall, self._label_hosts(), has_launchers=has_launchers)
 
     def _label_hosts(self) -> dict[int, str]:
         """Returns what to call each host, where there are several."""
@@ -354,7 +352,7 @@ class JobWatch:
         self._outlets.show(f"the stacks and the last steps of {whose} are in {path}.")
 
     def _publish(self) -> None:
-        """Tells the status of the job to all who want it."""
+        """Tells the status of the job to all hosts."""
         for seen in self._state.seen.values():
             name = self._host_names.get(seen.report.host, "")
             row = status.make_row(seen.report, name, self._stragglers)

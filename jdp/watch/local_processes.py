@@ -5,7 +5,6 @@ It has the memory of their records, and asks /proc.
 
 import os
 import time
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from jdp.replicas import sealed_memory
@@ -105,9 +104,7 @@ class LocalProcesses:
                 del kept[:-_MOST_ENTRIES_KEPT]
             beat_ns = memory.reader.beat_ns if memory.reader.pid else 0
             place = process, self._host, watched.position, facts
-            reports.append(
-                process_report.make(*place, now_ns=now_ns, beat_ns=beat_ns)
-            )
+            reports.append(process_report.make(*place, now_ns=now_ns, beat_ns=beat_ns))
         return reports
 
     def take_samples(self, most: int) -> dict[int, list[StepSample]]:
@@ -142,7 +139,7 @@ class LocalProcesses:
             found[process] = data.decode(errors="replace")
         return found
 
-    def read_entries(self) -> Mapping[int, list[Entry]]:
+    def read_entries(self) -> dict[int, list[Entry]]:
         """Returns all entries that the records have, by process."""
         return {i: each.reader.read_all() for i, each in self._memories.items()}
 

@@ -111,7 +111,7 @@ def decode(body: bytes) -> Message:
     """Decodes a message.
 
     Raises:
-      wire.DecodeError: it is none.
+      wire.DecodeError: it is not a message.
     """
     return wire.decode_with(_DECODER.decode, body)
 

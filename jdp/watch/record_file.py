@@ -30,7 +30,7 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 class _Offset(msgspec.Struct, frozen=True):
-    """What the clock of the host lacks to that of host 0, from here on."""
+    """Difference from the clock of the host to the clock of host 0, from here on."""
 
     offset_ns: int
 
@@ -42,7 +42,7 @@ class Recorded(NamedTuple):
       process: index of the process.
       host: index of its host.
       host_name: name of its host.
-      epoch_ns: what the times lack to the epoch, by the clock of its host.
+      epoch_ns: difference from the times to the epoch, by the clock of its host.
       entries: its entries, on the monotonic clock of host 0.
     """
 
@@ -76,7 +76,7 @@ class RecordFiles:
 
         Args:
           entries: new entries by process.
-          offset_ns: what the clock of this host lacks to that of host 0.
+          offset_ns: see `JobWatch.offset_ns`.
 
         Raises:
           OSError: a file cannot be written; the error has its path.

@@ -10,9 +10,9 @@ FOLDER = "JDP_LAUNCH_FOLDER"  # The launcher writes the status there.
 
 
 class _Source:
-    """What has the status in a job without a launcher."""
+    """Function that has the status in a job without a launcher."""
 
-    find: Callable[[], JobStatus | None] | None = None
+    find: Callable[..., JobStatus | None] | None = None
 
 
 def set_source(find: Callable[[], JobStatus | None] | None) -> None:

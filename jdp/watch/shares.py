@@ -115,9 +115,7 @@ def _follow(state: SharesState, entry: Entry) -> SharesState:
         *outer, since_ns = state.waits_ns
         if not outer:
             totals = _renew(totals, waited_ns=totals.waited_ns + at_ns - since_ns)
-        return state._replace(
-            totals=totals, waits_ns=tuple(outer), is_iteration=False
-        )
+        return state._replace(totals=totals, waits_ns=tuple(outer), is_iteration=False)
     return _load(state, entry)
 
 

@@ -5,8 +5,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from jdp.replicas import stamps
-from jdp.watch.record import Entry
 from jdp.watch.process_report import ProcessReport
+from jdp.watch.record import Entry
 
 _MOST_ENTRIES = 200  # of each process.
 _NAMES = {

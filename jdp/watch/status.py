@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 
 from jdp.watch.process_report import Place, ProcessReport, State
-from jdp.watch.stragglers import Stragglers, StepShares
+from jdp.watch.stragglers import StepShares, Stragglers
 
 FILE_NAME = "status.json"
 _MOST_BYTES = 1 << 24
@@ -101,7 +101,7 @@ def read(folder: str | os.PathLike[str]) -> JobStatus:
 
     Raises:
       OSError: there is none.
-      ValueError: the file is none.
+      ValueError: the file is not a status.
     """
     with open(pathlib.Path(folder, FILE_NAME), "rb") as file:
         return msgspec.json.decode(file.read(_MOST_BYTES), type=JobStatus)

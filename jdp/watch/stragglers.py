@@ -86,7 +86,7 @@ class _Mean(NamedTuple):
 
 
 class _History:
-    """What is known of one process."""
+    """Knowledge about one process."""
 
     def __init__(self, most_means: int) -> None:
         self._most, self._num_steps = most_means, 0
@@ -139,7 +139,7 @@ class Stragglers:
         Args:
           process: its index.
           samples: its new samples.
-          offset_ns: what its clock lacks to the clock of the first host.
+          offset_ns: difference from its clock to the clock of the first host.
         """
         for sample in samples:
             here = msgspec.structs.replace(sample, at_ns=sample.at_ns + offset_ns)

@@ -63,6 +63,9 @@ def _describe(
     for process, num_steps, shares in summaries:
         line = [str(process), hosts[process], f"{num_steps:,}"]
         times = shares.compute_s, shares.reducing_s, shares.waiting_s, shares.loading_s
-        line += [f"{shares.total_s * 1e3:.3g}", *(f"{shares.share(s):.1%}" for s in times)]
+        line += [
+            f"{shares.total_s * 1e3:.3g}",
+            *(f"{shares.share(s):.1%}" for s in times),
+        ]
         lines.append(line)
     return lines

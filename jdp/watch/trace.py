@@ -37,7 +37,7 @@ class Span(NamedTuple):
     Attributes:
       process: index of the process.
       track: index into `TRACKS`.
-      name: what it was.
+      name: name of the step, program, meeting or operation.
       begin_ns: when it began, on the clock of host 0.
       end_ns: when it ended.
       number: number of the step, meeting or iteration.
@@ -192,7 +192,7 @@ def _finish(
 
 
 def find_start(records: Sequence[Recorded]) -> tuple[int, int]:
-    """Returns the first time of some records, and what it lacks to the epoch, in ns."""
+    """Returns the first time of records, and its difference to the epoch, in ns."""
     first_ns = min(each.entries[0].at_ns for each in records if each.entries)
     host = min(records, key=lambda each: each.host)
     return first_ns, host.epoch_ns
@@ -211,7 +211,8 @@ def check(records: Mapping[str, Recorded]) -> None:
     for path, recorded in records.items():
         other = paths.setdefault(recorded.process, path)
         if other != path:
-            raise ValueError(f"{other} and {path} are both of process "
-                             f"{recorded.process}.")
+            raise ValueError(
+                f"{other} and {path} are both of process {recorded.process}."
+            )
     if records and not any(recorded.entries for recorded in records.values()):
         raise ValueError("The records are empty: no process has come to `jdp.init`.")

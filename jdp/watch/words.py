@@ -21,7 +21,7 @@ def describe(
 
     Args:
       stall: the stall.
-      hosts: what to call each host, by index; a single host is not named.
+      hosts: label of each host, by index; a single host is not named.
       has_launchers: whether launchers watch the processes.
     """
     waiting = _list_processes(stall.waiting)

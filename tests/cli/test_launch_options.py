@@ -1,6 +1,7 @@
 """Options of `jdp launch` that are of no use are refused."""
 
 import dataclasses
+import re
 
 import pytest
 import typer.testing
@@ -62,7 +63,7 @@ def test_help_is_whole_and_shows_no_types_of_python(words):
         assert usage.endswith("launch [OPTIONS] [SCRIPT] [ARGS]...")
     _, commands, listed = found.stdout.partition("Commands:")
     if commands:  # in the imperative: "Show", not "Shows".
-        verbs = [line.split()[1] for line in listed.splitlines() if line.strip()]
+        verbs = re.findall(r"(?m)^  \S+ +(\S+)", listed)
         assert verbs and not any(verb.endswith("s") for verb in verbs)
 
 

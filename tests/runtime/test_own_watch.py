@@ -131,7 +131,9 @@ def test_a_process_that_blocks_is_named_by_all_and_goes_on(start, tmp_path):
         assert re.search(rf"^ +-?\d+\.\d+ +{process} step begun 30 train$", text, re.M)
     assert "wait_for_a_file" in text
     for process in (0, 1):
-        assert re.search(r"^report \[\(0, \d+\), \(1, \d+\)\]$", job.text(process), re.M)
+        assert re.search(
+            r"^report \[\(0, \d+\), \(1, \d+\)\]$", job.text(process), re.M
+        )
 
 
 @pytest.mark.slow

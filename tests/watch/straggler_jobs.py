@@ -1,6 +1,6 @@
 """Straggler jobs: is a slow process of a real job named, within thirty steps?
 
-    python -m tests.watch.straggler_jobs [--runs 5]
+python -m tests.watch.straggler_jobs [--runs 5]
 """
 
 import argparse

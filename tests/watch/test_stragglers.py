@@ -145,9 +145,9 @@ def test_the_words_say_since_when_how_slow_and_what_it_costs():
     (straggler,) = [each for _, found, _ in run for each in found]
     text = words.describe_straggler(straggler)
     assert re.fullmatch(
-        r"process 1 has been slower than the others since step (99|10\d): 6\d(\.\d)? ms "
-        r"of work per step, and theirs takes (49|5\d)(\.\d)? ms\. This costs (19|2\d)% "
-        r"of the time of the job\.",
+        r"process 1 has been slower than the others since step (99|10\d): 6\d(\.\d)? "
+        r"ms of work per step, and theirs takes (49|5\d)(\.\d)? ms\. This costs "
+        r"(19|2\d)% of the time of the job\.",
         text,
     ), text
 

@@ -16,8 +16,8 @@ from jdp.replicas import stamps
 from jdp.watch import job_watch, recording
 from jdp.watch.job_watch import JobWatch, Outlets, WatchOptions
 from jdp.watch.local_processes import LocalProcesses
-from jdp.watch.record import RecordReader
 from jdp.watch.process_report import Awaited, ProcessReport
+from jdp.watch.record import RecordReader
 from jdp.watch.rules import Stall
 from tests import harness, two_hosts
 from tests.launch import test_launcher_link
