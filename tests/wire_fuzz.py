@@ -41,7 +41,7 @@ _WAITING = ProcessReport(
     *(1, 1, "program", 9.0), wait=Awaited("step", 4, "train", 9.0), begun=4, reached=4
 )
 _LATE = ProcessReport(2, 1, "python", 9.0, begun=3, reached=3, name="train")
-_SAMPLE = StepSample(4, 10**12 + 10**7, 10**6, 10**6, 10**5, 10**6, 1, True)
+_SAMPLE = StepSample(4, 10**12 + 10**7, 10**6, 10**6, 10**5, 10**6, 10**6, 1, True)
 _ROW = ProcessStatus(
     process=1,
     host="a host",

@@ -108,15 +108,10 @@ def launch(
         shared.update(num_nodes=num_nodes, node_rank=node_rank)
         _launch_processes(is_module, words, num_processes=num_processes, **shared)
     shared.update(first=first, all_workers=all_workers, restarts=restarts)
-    _launch_roles(
-        is_module,
-        words,
-        num_servers=num_servers or 0,
-        num_workers=num_workers or 0,
-        addresses=tuple(addresses or ()),
-        report=_choose_report(is_json, is_table),
-        **shared,
-    )
+    shared.update(num_servers=num_servers or 0, num_workers=num_workers or 0)
+    shared["addresses"] = tuple(addresses or ())
+    shared["report"] = _choose_report(is_json, is_table)
+    _launch_roles(is_module, words, **shared)
 
 
 def _check(

@@ -22,6 +22,7 @@ from jdp.watch.status import JobStatus
 # A process that runs no thread is known to be silent after 4 s, and not before.
 _LEAST_STALL_S = 5.0
 _SILENT_S = 4.0  # beyond `stall_s`, until process 0 is named.
+_PERIOD_S = 0.5  # A look costs about a millisecond.
 _OTHERS_END_S = 1.5  # JAX aborts them when process 0 has ended.
 
 
@@ -105,7 +106,7 @@ class _OwnWatch:
         self._folders.close()
 
     def _run(self) -> None:
-        while not self._has_left.wait(job_watch.PERIOD_S):
+        while not self._has_left.wait(_PERIOD_S):
             end = self._job.look(lifeline.take_told())
             if end is not None:
                 user_program.show(f"{end.note}. The job ends.")

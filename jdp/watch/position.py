@@ -3,6 +3,8 @@
 Pure: entries in, a position out.
 """
 
+import copy
+import dataclasses
 import statistics
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -35,7 +37,8 @@ class Wait(NamedTuple):
     since_ns: int
 
 
-class Position(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class Position:
     """Position of one process in its program; times are on the clock of its host.
 
     Attributes:
@@ -123,110 +126,99 @@ class Position(NamedTuple):
 
 def follow(position: Position, entries: Iterable[Entry]) -> Position:
     """Returns the position after some more entries."""
+    position = copy.copy(position)  # It has no part that is changed in place.
     for entry in entries:
-        position = _follow(position, entry)
+        _follow(position, entry)
     return position
 
 
-def _follow(position: Position, entry: Entry) -> Position:
+def _follow(position: Position, entry: Entry) -> None:
     kind, at_ns = entry.kind, entry.at_ns
     if kind == stamps.STEP_FINISHED:
-        return _finish(position, entry)
+        _finish(position, entry)
+        return
     if kind in (stamps.READ_BEGUN, stamps.READ_ENDED):  # By another thread.
-        is_begun = kind == stamps.READ_BEGUN
-        return position._replace(reading_ns=at_ns if is_begun else 0)
+        position.reading_ns = at_ns if kind == stamps.READ_BEGUN else 0
+        return
     if kind in (stamps.COMPILE_BEGUN, stamps.COMPILE_ENDED):
-        return _compile(position, entry)
-    position = position._replace(changed_ns=at_ns)
+        _compile(position, entry)
+        return
+    position.changed_ns = at_ns
     if kind in _WAITS:
-        return _begin_wait(position, entry)
-    if kind - 1 in _WAITS:
-        ended = _WAITS[kind - 1]
-        waits = position.waits
-        if waits and waits[-1].kind == ended:
-            waits = waits[:-1]
-        elif any(wait.kind == ended for wait in waits):  # An entry was lost.
-            waits = ()
-        is_joined = position.is_joined or ended == "init"
-        return position._replace(waits=waits, is_joined=is_joined, step_ns=at_ns)
-    if kind in (stamps.LOAD_BEGUN, stamps.LOAD_ENDED):
-        is_begun = kind == stamps.LOAD_BEGUN
-        return position._replace(loading_ns=at_ns if is_begun else 0)
-    if kind == stamps.PROGRAM_ENDED:
-        return position._replace(has_ended=True, waits=())
-    return _take_step(position, entry)
+        _begin_wait(position, entry)
+    elif kind - 1 in _WAITS:
+        _end_wait(position, entry)
+    elif kind in (stamps.LOAD_BEGUN, stamps.LOAD_ENDED):
+        position.loading_ns = at_ns if kind == stamps.LOAD_BEGUN else 0
+    elif kind == stamps.PROGRAM_ENDED:
+        position.has_ended, position.waits = True, ()
+    else:
+        _take_step(position, entry)
 
 
-def _take_step(position: Position, entry: Entry) -> Position:
+def _take_step(position: Position, entry: Entry) -> None:
     kind, at_ns, number = entry.kind, entry.at_ns, entry.number
     match kind:
         case stamps.STEP_BEGUN:
             # Earlier things have ended, even if its entry was lost.
-            return position._replace(
-                begun=number,
-                dispatched=number - 1,
-                step=entry.name,
-                is_placed=False,
-                is_tracing=False,
-                step_ns=at_ns,
-                waits=(),
-                loading_ns=0,
-            )
+            position.begun, position.dispatched = number, number - 1
+            position.step, position.step_ns = entry.name, at_ns
+            position.is_placed = position.is_tracing = False
+            position.waits, position.loading_ns = (), 0
         case stamps.STEP_PLACED:
-            return position._replace(is_placed=True, step_ns=at_ns)
+            position.is_placed, position.step_ns = True, at_ns
         case stamps.TRACE_BEGUN | stamps.TRACE_ENDED:
-            is_tracing = kind == stamps.TRACE_BEGUN
-            return position._replace(is_tracing=is_tracing, step_ns=at_ns)
+            position.is_tracing = kind == stamps.TRACE_BEGUN
+            position.step_ns = at_ns
         case stamps.STEP_DISPATCHED:
-            since_ns = position.unfinished_ns or position.step_ns
-            return position._replace(
-                begun=number, dispatched=number, unfinished_ns=since_ns
-            )
+            position.begun = position.dispatched = number
+            position.unfinished_ns = position.unfinished_ns or position.step_ns
         case stamps.STEP_FAILED:
-            before = number - 1
-            return position._replace(begun=before, dispatched=before, failed=number)
-    return position
+            position.begun = position.dispatched = number - 1
+            position.failed = number
 
 
-def _begin_wait(position: Position, entry: Entry) -> Position:
+def _begin_wait(position: Position, entry: Entry) -> None:
     kind = _WAITS[entry.kind]
     wait = Wait(kind, entry.number, entry.name, entry.at_ns)
-    position = position._replace(waits=(*position.waits, wait))
+    position.waits = (*position.waits, wait)
     if kind == "init":
-        return position._replace(has_begun=True, meeting=-1, iteration=-1)
-    if kind == "meeting":
-        return position._replace(meeting=max(position.meeting, entry.number))
-    if kind == "iteration":
-        return position._replace(iteration=max(position.iteration, entry.number))
-    return position
+        position.has_begun, position.meeting, position.iteration = True, -1, -1
+    elif kind == "meeting":
+        position.meeting = max(position.meeting, entry.number)
+    elif kind == "iteration":
+        position.iteration = max(position.iteration, entry.number)
 
 
-def _finish(position: Position, entry: Entry) -> Position:
+def _end_wait(position: Position, entry: Entry) -> None:
+    ended, waits = _WAITS[entry.kind - 1], position.waits
+    if waits and waits[-1].kind == ended:
+        position.waits = waits[:-1]
+    elif any(wait.kind == ended for wait in waits):  # An entry was lost.
+        position.waits = ()
+    position.is_joined = position.is_joined or ended == "init"
+    position.step_ns = entry.at_ns
+
+
+def _finish(position: Position, entry: Entry) -> None:
     at_ns, number = entry.at_ns, entry.number
     if number <= position.finished:  # After a step was taken back.
-        return position
-    intervals = position.intervals_ns
+        return
     if position.finished_ns and position.finished:
         count = number - position.finished
         each = (at_ns - position.finished_ns) // count
-        intervals = (*intervals, *(each,) * min(count, _MOST_INTERVALS))
-    return position._replace(
-        finished=number,
-        finished_ns=at_ns,
-        unfinished_ns=at_ns if position.dispatched > number else 0,
-        intervals_ns=intervals[-_MOST_INTERVALS:],
-    )
+        intervals = *position.intervals_ns, *(each,) * min(count, _MOST_INTERVALS)
+        position.intervals_ns = intervals[-_MOST_INTERVALS:]
+    position.finished, position.finished_ns = number, at_ns
+    position.unfinished_ns = at_ns if position.dispatched > number else 0
 
 
-def _compile(position: Position, entry: Entry) -> Position:
-    count = position.num_compiling
+def _compile(position: Position, entry: Entry) -> None:
     if entry.kind == stamps.COMPILE_BEGUN:
-        since_ns = position.compiling_ns or entry.at_ns
-        return position._replace(
-            num_compiling=count + 1, compiling_ns=since_ns, compiled=entry.name
-        )
-    count = max(0, count - 1)
-    left_ns = position.compiling_ns if count else 0
-    return position._replace(
-        num_compiling=count, compiling_ns=left_ns, step_ns=entry.at_ns
-    )
+        position.num_compiling += 1
+        position.compiling_ns = position.compiling_ns or entry.at_ns
+        position.compiled = entry.name
+        return
+    position.num_compiling = max(0, position.num_compiling - 1)
+    position.compiling_ns = position.compiling_ns if position.num_compiling else 0
+    position.step_ns = entry.at_ns

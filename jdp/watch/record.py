@@ -102,6 +102,7 @@ class RecordReader:
         self._numbers = _as_numbers(memory)
         self._num_read = 0
         self._pid = 0
+        self._names: dict[int, str] = {}  # that were read.
         self.num_lost = 0  # entries that were overwritten before they were read.
 
     @property
@@ -123,7 +124,7 @@ class RecordReader:
     def read(self) -> list[Entry]:
         """Returns the entries since the last call, in order."""
         if self.pid != self._pid:
-            self._pid, self._num_read = self.pid, 0
+            self._pid, self._num_read, self._names = self.pid, 0, {0: ""}
         count = self._numbers[_COUNT]
         first = max(self._num_read, count - NUM_ENTRIES)
         self.num_lost += first - self._num_read
@@ -135,7 +136,9 @@ class RecordReader:
         self._num_read = count
         for i, (at_ns, number, kind, name, place) in found:
             if place == i + 1 and (i >= whole_from or newest == count):
-                entries.append(Entry(at_ns, kind, number, self._name(name)))
+                text = self._names.get(name)
+                text = self._read_name(name) if text is None else text
+                entries.append(Entry(at_ns, kind, number, text))
             elif place <= i and count - i < _MOST_UNWRITTEN:
                 self._num_read = i  # A thread is about to write it.
                 break
@@ -152,12 +155,13 @@ class RecordReader:
         offset = _RING_AT + place % NUM_ENTRIES * _ENTRY.size
         return _ENTRY.unpack_from(self._memory, offset)
 
-    def _name(self, index: int) -> str:
-        if index == 0 or index >= _NUM_NAMES:
+    def _read_name(self, index: int) -> str:
+        if index >= _NUM_NAMES:
             return ""
         start = _NAMES_AT + index * _NAME_BYTES
         text = self._memory[start : start + _NAME_BYTES].rstrip(b"\0")
-        return text.decode(errors="replace")
+        self._names[index] = text.decode(errors="replace")
+        return self._names[index]
 
 
 def describe_memory(offer: MemoryOffer, stacks: str) -> str:

@@ -4,8 +4,9 @@ Pure: entries in, samples out. A sample holds totals since the start of the proc
 samples may be left out: two of them tell about all steps between them.
 """
 
+import copy
+import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -43,11 +44,18 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
     is_idle: bool = False
 
 
-class SharesState(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class SharesState:
     """Totals so far, and what is under way; times are on the clock of the host.
 
     Attributes:
-      totals: the totals, as of the last entry.
+      step: number of the step that was begun last.
+      waited_ns: see `StepSample`, and so are the next four.
+      reduced_ns: in reductions.
+      sent_ns: in reductions, without waits.
+      loaded_ns: in loaders.
+      read_ns: time of the last batch.
+      num_compiled: number of programs.
       finished: number of the last step that was seen to end.
       waits_ns: since when each wait under way lasts, outermost first.
       is_iteration: whether the innermost wait is for a batch.
@@ -55,7 +63,13 @@ class SharesState(NamedTuple):
       reads_ns: since when the thread of `jdp.join_batches` reads; 0: it does not.
     """
 
-    totals: StepSample = StepSample(0, 0)
+    step: int = 0
+    waited_ns: int = 0
+    reduced_ns: int = 0
+    sent_ns: int = 0
+    loaded_ns: int = 0
+    read_ns: int = 0
+    num_compiled: int = 0
     finished: int = 0
     waits_ns: tuple[int, ...] = ()
     is_iteration: bool = False
@@ -67,11 +81,12 @@ def follow(
     state: SharesState, entries: Iterable[Entry]
 ) -> tuple[SharesState, list[StepSample]]:
     """Returns the state after some more entries, and a sample for each step in them."""
-    samples = []
+    state, samples = copy.copy(state), []
     for entry in entries:
-        state = _follow(state, entry)
         if entry.kind == stamps.STEP_PLACED:
-            samples.append(state.totals)
+            samples.append(_sample(state, entry.at_ns))
+        else:
+            _follow(state, entry)
     return state, samples
 
 
@@ -89,56 +104,59 @@ def thin(samples: Sequence[StepSample], most: int) -> list[StepSample]:
     return kept
 
 
-def _follow(state: SharesState, entry: Entry) -> SharesState:
-    kind, at_ns, totals = entry.kind, entry.at_ns, state.totals
-    if kind == stamps.STEP_BEGUN:
-        # Earlier waits have ended, even if an entry was lost.
-        totals = _renew(totals, step=entry.number)
-        return state._replace(totals=totals, waits_ns=(), loads_ns=0)
-    if kind == stamps.STEP_PLACED:
-        is_idle = state.finished >= totals.step - 1
-        return state._replace(totals=_renew(totals, at_ns=at_ns, is_idle=is_idle))
-    if kind == stamps.STEP_FINISHED:
-        return state._replace(finished=max(state.finished, entry.number))
-    if kind == stamps.REDUCTIONS_WAITED:
-        return state._replace(totals=_renew(totals, reduced_ns=entry.number))
-    if kind == stamps.REDUCTIONS_WORKED:
-        return state._replace(totals=_renew(totals, sent_ns=entry.number))
-    if kind == stamps.COMPILE_ENDED:
-        num_compiled = totals.num_compiled + 1
-        return state._replace(totals=_renew(totals, num_compiled=num_compiled))
+def _sample(state: SharesState, at_ns: int) -> StepSample:
+    return StepSample(
+        state.step,
+        at_ns,
+        state.waited_ns,
+        state.reduced_ns,
+        state.sent_ns,
+        state.loaded_ns,
+        state.read_ns,
+        state.num_compiled,
+        is_idle=state.finished >= state.step - 1,
+    )
+
+
+def _follow(state: SharesState, entry: Entry) -> None:
+    match entry.kind:
+        case stamps.STEP_BEGUN:
+            # Earlier waits have ended, even if an entry was lost.
+            state.step, state.waits_ns, state.loads_ns = entry.number, (), 0
+        case stamps.STEP_FINISHED:
+            state.finished = max(state.finished, entry.number)
+        case stamps.REDUCTIONS_WAITED:
+            state.reduced_ns = entry.number
+        case stamps.REDUCTIONS_WORKED:
+            state.sent_ns = entry.number
+        case stamps.COMPILE_ENDED:
+            state.num_compiled += 1
+        case _:
+            _wait_or_load(state, entry)
+
+
+def _wait_or_load(state: SharesState, entry: Entry) -> None:
+    kind, at_ns = entry.kind, entry.at_ns
     if kind in _WAITS:
-        waits_ns = (*state.waits_ns, at_ns)
-        is_iteration = kind == stamps.ITERATION_BEGUN
-        return state._replace(waits_ns=waits_ns, is_iteration=is_iteration)
-    if kind in _WAITS_ENDED and state.waits_ns:
+        state.waits_ns = (*state.waits_ns, at_ns)
+        state.is_iteration = kind == stamps.ITERATION_BEGUN
+    elif kind in _WAITS_ENDED and state.waits_ns:
         *outer, since_ns = state.waits_ns
         if not outer:
-            totals = _renew(totals, waited_ns=totals.waited_ns + at_ns - since_ns)
-        return state._replace(totals=totals, waits_ns=tuple(outer), is_iteration=False)
-    return _load(state, entry)
-
-
-def _load(state: SharesState, entry: Entry) -> SharesState:
-    kind, at_ns, totals = entry.kind, entry.at_ns, state.totals
-    if kind == stamps.LOAD_BEGUN:
-        return state._replace(loads_ns=at_ns)
-    if kind == stamps.LOAD_ENDED and state.loads_ns:
-        totals = _renew(totals, loaded_ns=totals.loaded_ns + at_ns - state.loads_ns)
-        return state._replace(totals=totals, loads_ns=0)
-    if kind == stamps.READ_BEGUN:
-        return state._replace(reads_ns=at_ns)
-    if kind == stamps.READ_ENDED and state.reads_ns:
-        totals = _renew(totals, read_ns=at_ns - state.reads_ns)
+            state.waited_ns += at_ns - since_ns
+        state.waits_ns, state.is_iteration = tuple(outer), False
+    elif kind == stamps.LOAD_BEGUN:
+        state.loads_ns = at_ns
+    elif kind == stamps.LOAD_ENDED and state.loads_ns:
+        state.loaded_ns += at_ns - state.loads_ns
+        state.loads_ns = 0
+    elif kind == stamps.READ_BEGUN:
+        state.reads_ns = at_ns
+    elif kind == stamps.READ_ENDED and state.reads_ns:
+        state.read_ns = at_ns - state.reads_ns
         if state.waits_ns and state.is_iteration:
             # The main thread has waited for its own reader, not for the others.
             *outer, since_ns = state.waits_ns
-            loaded_ns = totals.loaded_ns + at_ns - max(since_ns, state.reads_ns)
-            totals = _renew(totals, loaded_ns=loaded_ns)
-            state = state._replace(waits_ns=(*outer, at_ns))
-        return state._replace(totals=totals, reads_ns=0)
-    return state
-
-
-def _renew(totals: StepSample, **changes: int) -> StepSample:
-    return msgspec.structs.replace(totals, **changes)
+            state.loaded_ns += at_ns - max(since_ns, state.reads_ns)
+            state.waits_ns = (*outer, at_ns)
+        state.reads_ns = 0
