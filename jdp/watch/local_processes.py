@@ -3,6 +3,7 @@
 It has the memory of their records, and asks /proc.
 """
 
+import faulthandler
 import os
 import time
 from typing import NamedTuple
@@ -127,9 +128,14 @@ class LocalProcesses:
             watched = self._watched.get(process)
             os.ftruncate(memory.stacks_fd, 0)
             signum = memory.reader.dump_signal
-            if signum and watched is not None and not watched.end:
-                if machine.has_handler(watched.pid, signum):
-                    os.kill(watched.pid, signum)
+            if watched is None or watched.end:
+                continue
+            if watched.pid == os.getpid():
+                # Not by the signal: its handler in the main thread would read frames
+                # of this thread while that runs, and may crash.
+                faulthandler.dump_traceback(memory.stacks_fd, all_threads=True)
+            elif signum and machine.has_handler(watched.pid, signum):
+                os.kill(watched.pid, signum)
 
     def read_stacks(self) -> dict[int, str]:
         """Returns the Python stacks that were written, by process."""

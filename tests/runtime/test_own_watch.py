@@ -172,7 +172,7 @@ def test_process_0_is_named_by_the_others_when_it_is_silent(start):
 
 @pytest.mark.slow
 def test_the_status_of_such_a_job_is_found_and_gone_at_its_end(start, tmp_path):
-    job = start("blocked", 1, lasts_s=4.0)
+    job = start("blocked", 1, lasts_s=9.0)
     job.wait_for(1, "^fault")
     pid = job.processes[0].pid
 
@@ -182,6 +182,7 @@ def test_the_status_of_such_a_job_is_found_and_gone_at_its_end(start, tmp_path):
             [*command, str(pid)], capture_output=True, text=True, timeout=60
         )
 
+    time.sleep(2.0)  # The status is up to a second old, and so are reports in it.
     rows = json.loads(ask().stdout)["processes"]
     assert [row["process"] for row in rows] == [0, 1]
     assert job.end() == [0, 0]
