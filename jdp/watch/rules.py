@@ -142,7 +142,9 @@ def tick(state: WatchState, *, now_s: float) -> tuple[WatchState, Findings]:
         return state, Findings(lasting=tuple(state.stalls.values()))
     reports = {i: _age(each, now_s) for i, each in _of(state)}
     excused = dict(state.excused)
-    excused |= {i: now_s for i, report in reports.items() if report.is_excused}
+    for i, each in _of(state):
+        if each.report.is_excused:  # Of a host that is not heard, only until then.
+            excused[i] = now_s if reports[i].is_excused else each.at_s
     limit_s = state.options.stall_s + _median_step_s(reports.values())
     found = _find_stalls(reports, excused, now_s=now_s, limit_s=limit_s)
     waiting = [report for report in reports.values() if report.wait is not None]

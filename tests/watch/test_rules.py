@@ -67,6 +67,22 @@ def test_a_process_in_python_for_which_others_wait_is_named():
     assert [q.process for q in stall.waiting] == [0, 2]
 
 
+def test_a_host_that_is_lost_while_it_compiles_is_excused_until_it_was_heard_last():
+    compiling = works(1, "compile", is_busy=True)
+    state = rules.start(WatchOptions(STALL_S, 2), now_s=100.0)
+    state = rules.receive(state, [compiling], now_s=100.0)
+    named_s = None
+    for i in range(60):
+        now_s = 100.0 + i / 4
+        waiting = waits(0, "step", 5, 30.0 + i / 4)
+        state = rules.receive(state, [waiting], now_s=now_s)
+        state, findings = rules.tick(state, now_s=now_s)
+        if findings.begun:
+            named_s = now_s
+            assert findings.begun[0].report.state == "unheard"
+    assert named_s == 100.0 + STALL_S + 0.25
+
+
 def test_until_the_limit_no_process_is_named():
     reports = waits(0, "step", 5, 9.9), works(1, reached=4)
     assert named(*reports) == []
