@@ -102,6 +102,13 @@ class Store(Protocol):
         """Deletes `key`, and everything under it if it is a directory."""
         ...
 
+    def derive_secret(self, context: str) -> bytes:
+        """Returns a secret of the job for one use, shape (32,).
+
+        It is equal on all processes, and is not in the store.
+        """
+        ...
+
     def retire(self, directory: str) -> None:
         """Marks a directory for deletion once no process can still read it."""
         ...

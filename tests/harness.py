@@ -22,7 +22,7 @@ from jax import lax
 from jax._src import source_info_util
 
 import jdp
-from jdp.collectives.shared_memory import ordered
+from jdp.collectives.host import ordered
 from jdp.compat import origins
 from jdp.launch import launch
 from jdp.replicas import mesh

@@ -186,6 +186,7 @@ COLLECTIVES = {
     "AutoAllReduce": "(thresholds, explain)",
     "PallasAllReduce": "(algorithm, thresholds)",
     "SharedMemoryAllReduce": "(buffer)",
+    "TcpAllReduce": "(links)",
     "adasum": "(tree, axis_name)",
     "auto_all_reduce": "(x, axis_name, *, op)",
     "butterfly_all_reduce": "(x, axis_name, *, op, num_chunks)",
@@ -194,6 +195,7 @@ COLLECTIVES = {
     "fit_links": "(world, all_reduces, *, sizes, rounds, budget_s)",
     "halving_doubling_all_reduce": "(x, axis_name, *, op, num_chunks)",
     "hierarchical_all_reduce": "(x, axis_name, *, op, within, across)",
+    "open_tcp_links": "(world, *, axis_name)",
     "pallas_all_reduce": "(x, axis_name, *, op, scale)",
     "predict": "(algorithm, num_bytes, num_replicas, links, *, dtype, num_chunks, "
     "node)",
@@ -201,6 +203,7 @@ COLLECTIVES = {
     "reduce_broadcast_all_reduce": "(x, axis_name, *, op, pattern, root, num_chunks)",
     "ring_all_reduce": "(x, axis_name, *, op, bidirectional, num_chunks)",
     "shared_memory_all_reduce": "(x, axis_name, *, op)",
+    "tcp_all_reduce": "(x, axis_name, *, op)",
 }
 
 

@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from jdp.collectives import Curve, measurement, measurement_cache
+from jdp.collectives.host import links
 from jdp.collectives.pallas import gpu_topology
 from jdp.collectives.shared_memory import shared_segment
 from jdp.fingerprints import fingerprint
@@ -62,6 +63,8 @@ MESSAGES = {
         _PEER, "/proc/7/fd/3", b"t" * 16, 8192
     ),
     "shared_segment.Peer": _PEER,
+    "links.LinkPlace": links.LinkPlace("10.0.0.1", 4321),
+    "a list of links.LinkPlace": [links.LinkPlace("::1", 1), links.LinkPlace("", 0)],
     "a list of shared_segment.Peer": [_PEER, _PEER],
     "rendezvous._Offer": _OFFER,
     "endpoints of a link": ("a", "b"),
@@ -115,6 +118,7 @@ KINDS = {
     "lifeline.LeftJax": rules.Message,
     "lifeline.Stuck": rules.Message,
     "a list of shared_segment.Peer": list[shared_segment.Peer],
+    "a list of links.LinkPlace": list[links.LinkPlace],
     "endpoints of a link": tuple[str, str],
     **{f"messages.{name}": messages.Message for name in _WATCH},
     "comparison digests": list[bytes],

@@ -8,7 +8,15 @@ import rich.console
 
 from jdp.bench import plots
 
-_SHOWN = ("psum", "ring", "halving_doubling", "butterfly", "shared_memory", "tree")
+_SHOWN = (
+    "psum",
+    "ring",
+    "halving_doubling",
+    "butterfly",
+    "shared_memory",
+    "tcp",
+    "tree",
+)
 
 
 def show(result: dict[str, Any], console: rich.console.Console) -> None:

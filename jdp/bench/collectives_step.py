@@ -35,6 +35,7 @@ def make_all_reduces(
     by_name["psum"] = (world, collectives.psum_all_reduce)
     if world.num_local_replicas == 1 and jax.default_backend() == "cpu":
         by_name["shared_memory"] = (world, collectives.shared_memory_all_reduce)
+        by_name["tcp"] = (world, collectives.tcp_all_reduce)
     if n % 2 == 0 and n > 2:
         names = ("node", "data")
         on_nodes = dataclasses.replace(

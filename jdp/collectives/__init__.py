@@ -22,6 +22,13 @@ from jdp.collectives.halving_doubling import (
     halving_doubling_reduce_scatter,
 )
 from jdp.collectives.hierarchical import hierarchical_all_reduce
+from jdp.collectives.host.tcp_all_reduce import (
+    TCP,
+    TcpAllReduce,
+    open_tcp_links,
+    tcp_all_reduce,
+)
+from jdp.collectives.host.tcp_links import TcpLinks
 from jdp.collectives.measurement import fit_links
 from jdp.collectives.pallas.all_reduce import PallasAllReduce, pallas_all_reduce
 from jdp.collectives.ring import (
@@ -46,6 +53,7 @@ __all__ = [
     "PSUM",
     "RING",
     "SHARED_MEMORY",
+    "TCP",
     "AutoAllReduce",
     "Cost",
     "Curve",
@@ -55,6 +63,8 @@ __all__ = [
     "PallasAllReduce",
     "SharedBuffer",
     "SharedMemoryAllReduce",
+    "TcpAllReduce",
+    "TcpLinks",
     "Work",
     "adasum",
     "auto_all_reduce",
@@ -67,6 +77,7 @@ __all__ = [
     "halving_doubling_all_reduce",
     "halving_doubling_reduce_scatter",
     "hierarchical_all_reduce",
+    "open_tcp_links",
     "pallas_all_reduce",
     "predict",
     "psum_all_reduce",
@@ -75,4 +86,5 @@ __all__ = [
     "ring_all_reduce",
     "ring_reduce_scatter",
     "shared_memory_all_reduce",
+    "tcp_all_reduce",
 ]

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdp import compat, types
-from jdp.collectives import cost_model, measurement, measurement_cache, xla
+from jdp.collectives import candidates, cost_model, measurement, measurement_cache, xla
 from jdp.collectives.base import Op, ReduceScatterAllGather
 from jdp.collectives.cost_model import Links
+from jdp.collectives.host import arithmetic
+from jdp.collectives.host.tcp_all_reduce import tcp_all_reduce
 from jdp.collectives.pallas import choice, gpu_topology, tuning
 from jdp.collectives.pallas.all_reduce import PallasAllReduce
 from jdp.collectives.pallas.choice import THRESHOLDS, Thresholds, Topology
-from jdp.collectives.shared_memory import arithmetic
 from jdp.collectives.shared_memory.all_reduce import (
     SHARED_MEMORY,
     shared_memory_all_reduce,
@@ -190,6 +191,9 @@ class _Found:
         name = cost_model.choose(num_bytes, self.world.num_replicas, self.links)
         if name == "psum":
             return xla.PLAIN
+        if name == "tcp":
+            can_sum = arithmetic.can_reduce(buffer.dtype)
+            return tcp_all_reduce.value if can_sum else xla.PLAIN
         return AllReduce(self.candidates[name], name=name)
 
 
@@ -220,22 +224,22 @@ def _look(world: World) -> _Found | None:
     topology, kernel_fails = find_kernel(world)
     if world.process_count == 1 and topology.platform == "cpu":
         return _Found(world, topology, kernel_fails, {}, None)
-    candidates = measurement.candidates(world)
-    if "shared_memory" in candidates:
+    found = candidates.find(world)
+    if "shared_memory" in found:
         _log(world, "shared memory, for %d processes of one host", world.process_count)
-        return _Found(world, topology, kernel_fails, candidates, None)
+        return _Found(world, topology, kernel_fails, found, None)
     if not _may_measure.get():
         return None
     links = measurement_cache.find_or_measure(
         world,
-        candidates,
+        found,
         lambda: measurement.fit_links(
-            world, candidates, sizes=_SIZES, rounds=_ROUNDS, budget_s=_BUDGET_S
+            world, found, sizes=_SIZES, rounds=_ROUNDS, budget_s=_BUDGET_S
         ),
     )
-    found = _Found(world, topology, kernel_fails, candidates, links)
+    facts = _Found(world, topology, kernel_fails, found, links)
     chosen = [
-        found.choose(jax.ShapeDtypeStruct((n // 4,), "float32"), n) for n in _SIZES
+        facts.choose(jax.ShapeDtypeStruct((n // 4,), "float32"), n) for n in _SIZES
     ]
     pairs = zip(_SIZES, chosen, strict=True)
     _log(
@@ -243,7 +247,7 @@ def _look(world: World) -> _Found | None:
         "%s",
         ", ".join(f"{each.name} for {n >> 10} KiB" for n, each in pairs),
     )
-    return found
+    return facts
 
 
 def _log(world: World, text: str, *args: Any) -> None:

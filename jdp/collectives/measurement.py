@@ -1,6 +1,5 @@
 """Measurement: times of all-reduces on the running mesh, and the links they imply."""
 
-import functools
 import logging
 import math
 import statistics
@@ -15,18 +14,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jdp.collectives import cost_model
-from jdp.collectives.butterfly import butterfly_all_reduce
+from jdp.collectives import candidates, cost_model
 from jdp.collectives.cost_model import ALGORITHMS, Curve, Links
-from jdp.collectives.halving_doubling import halving_doubling_all_reduce
-from jdp.collectives.hierarchical import hierarchical_all_reduce
-from jdp.collectives.ring import ring_all_reduce
-from jdp.collectives.shared_memory import ordered
-from jdp.collectives.shared_memory.all_reduce import (
-    SHARED_MEMORY,
-    default_buffer,
-    shared_memory_all_reduce,
-)
+from jdp.collectives.host import ordered
 from jdp.collectives.xla import psum_all_reduce
 from jdp.replicas import agreement, wire
 from jdp.replicas.mesh import World
@@ -227,30 +217,6 @@ def _local_ranks(world: World) -> list[int]:
     return [devices.index(device) for device in world.local_devices]
 
 
-def candidates(world: World) -> dict[str, Callable[..., jax.Array]]:
-    """Returns the functions that `fit_links` measures by default, by name.
-
-    Every process calls it. Shared memory is included if all replicas are CPU processes
-    of one host or, on a pair of axes, if the replicas along the inner axis are.
-    """
-    found: dict[str, Callable[..., jax.Array]] = {
-        "psum": psum_all_reduce,
-        "ring": ring_all_reduce,
-        "halving_doubling": halving_doubling_all_reduce,
-        "butterfly": butterfly_all_reduce,
-    }
-    if _shares_memory(world, world.axis_names):
-        found["shared_memory"] = shared_memory_all_reduce
-    elif len(world.axis_names) == 2:
-        if _shares_memory(world, world.axis_names[1:]):
-            found["hierarchical"] = functools.partial(
-                hierarchical_all_reduce, within=SHARED_MEMORY, across=psum_all_reduce
-            )
-        else:
-            found["hierarchical"] = hierarchical_all_reduce
-    return found
-
-
 def fit_links(
     world: World,
     all_reduces: Mapping[str, AllReduceFn] | None = None,
@@ -284,7 +250,7 @@ def fit_links(
     topic = "fit of the links"
     with agreement.reporting(world, topic):
         if all_reduces is None:
-            all_reduces = candidates(world)
+            all_reduces = candidates.find(world)
         own = time_all_reduces(
             world, all_reduces, sizes, rounds=rounds, budget_s=budget_s
         )
@@ -373,21 +339,3 @@ def make_program(
         run, mesh=world.mesh, in_specs=spec, out_specs=spec, check_vma=False
     )
     return jax.jit(mapped, donate_argnums=0)
-
-
-def _shares_memory(world: World, names: tuple[str, ...]) -> bool:
-    """Makes the default buffer over these axes; returns whether all processes could."""
-    try:
-        default_buffer(world, names)
-        is_made = True
-    except (RuntimeError, ValueError) as error:
-        is_made = False
-        if world.is_main_process:
-            _logger.info("The processes do not share memory: %s", error)
-    verdict = agreement.meet(
-        world,
-        "making of shared memory",
-        bytes([is_made]),
-        lambda made: bytes([all(m == b"\x01" for m in made)]),
-    )
-    return verdict == b"\x01"

@@ -12,12 +12,12 @@ from jdp import collectives
 from jdp.collectives import (
     AutoAllReduce,
     PallasAllReduce,
-    SharedMemoryAllReduce,
     auto,
     checked_sums,
     xla,
 )
 from jdp.collectives.checked_sums import CheckedReduce, CheckedReduceGroup
+from jdp.collectives.host.host_all_reduce import HostAllReduce
 from jdp.hooks import base
 from jdp.hooks.base import CommHook
 from jdp.trees import buckets
@@ -41,7 +41,7 @@ _SUMS = {
 # Functions that do not return a sum, with their names.
 _NO_SUMS = {
     id(fn): f"jdp.collectives.{name}.{field}"
-    for name in ("HALVING_DOUBLING", "PSUM", "RING", "SHARED_MEMORY")
+    for name in ("HALVING_DOUBLING", "PSUM", "RING", "SHARED_MEMORY", "TCP")
     for field, fn in _PUBLIC[name]._asdict().items()
     if fn is not None
 }
@@ -49,9 +49,7 @@ _NO_SUMS |= {
     id(_PUBLIC[name]): f"jdp.collectives.{name}"
     for name in collectives.__all__
     if id(_PUBLIC[name]) not in _SUMS
-    and not isinstance(
-        _PUBLIC[name], AutoAllReduce | PallasAllReduce | SharedMemoryAllReduce
-    )
+    and not isinstance(_PUBLIC[name], AutoAllReduce | PallasAllReduce | HostAllReduce)
 }
 _NO_SUMS |= {
     id(fn): f"jax.lax.{name}"
@@ -124,7 +122,7 @@ def find_all_reduce(all_reduce: Any, packing: str | None = None) -> AllReduce:
 def _resolve(all_reduce: Any, subject: str) -> AllReduce:
     if isinstance(all_reduce, str) and all_reduce == "auto":
         return auto.auto_all_reduce.value
-    if isinstance(all_reduce, AutoAllReduce | PallasAllReduce | SharedMemoryAllReduce):
+    if isinstance(all_reduce, AutoAllReduce | PallasAllReduce | HostAllReduce):
         return all_reduce.value
     value = _as_value(all_reduce)
     function, options = _unwrapped(value.reduce)
@@ -191,7 +189,8 @@ class _CheckedChoice:
         return _resolve(chosen, "The result of `choose` of `all_reduce`")
 
 
-_SUM_NAMES = sorted([*_SUMS.values(), "pallas_all_reduce", "shared_memory_all_reduce"])
+_OBJECTS = ("pallas_all_reduce", "shared_memory_all_reduce", "tcp_all_reduce")
+_SUM_NAMES = sorted([*_SUMS.values(), *_OBJECTS])
 _PASS_A_SUM = f"Pass one of `jdp.collectives` that does: {', '.join(_SUM_NAMES)}."
 _REMEDIES = {
     "jdp.collectives.adasum": "Take gradients with `jdp.local_gradients`, and combine "
@@ -217,6 +216,6 @@ def _unwrapped(function: Any) -> tuple[Any, dict[str, Any]]:
 
 def _name_of(function: Any) -> str | None:
     """Returns the name of a function of jdp or JAX that sums, else None."""
-    if isinstance(function, AutoAllReduce | PallasAllReduce | SharedMemoryAllReduce):
+    if isinstance(function, AutoAllReduce | PallasAllReduce | HostAllReduce):
         return function.value.name
     return "psum" if function is lax.psum else _SUMS.get(id(function))

@@ -132,6 +132,10 @@ class DistributedStore(_Bookkeeping):
         """See `jdp.types.Store`."""
         self._client.key_value_delete(key)
 
+    def derive_secret(self, context: str) -> bytes:
+        """See `jdp.types.Store`."""
+        return job_key.derive(self._key, f"secret {context}")
+
     def _verify(
         self, key: str, signed: bytes
     ) -> tuple[bytes, None] | tuple[None, job_key.WrongKey]:
@@ -155,6 +159,7 @@ class _Shared:
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.changed = threading.Condition()
+        self.key = job_key.make()
 
 
 class MemoryStore(_Bookkeeping):
@@ -201,6 +206,10 @@ class MemoryStore(_Bookkeeping):
             values = self._shared.values
             for name in [k for k in values if k == key or k.startswith(key + "/")]:
                 del values[name]
+
+    def derive_secret(self, context: str) -> bytes:
+        """See `jdp.types.Store`."""
+        return job_key.derive(self._shared.key, f"secret {context}")
 
 
 def make_memory_stores(num_processes: int) -> list[MemoryStore]:

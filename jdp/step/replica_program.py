@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from jdp import compat
 from jdp.backward import flow
-from jdp.collectives.shared_memory import ordered, program_order
+from jdp.collectives.host import ordered, program_order
 from jdp.gradients import averaging, metric_objects, step_trace
 from jdp.gradients.step_trace import StepTrace
 from jdp.gradients.watched_values import WatchedValues

@@ -143,7 +143,7 @@ def tick(state: WatchState, *, now_s: float) -> tuple[WatchState, Findings]:
     reports = {i: _age(each, now_s) for i, each in _of(state)}
     excused = dict(state.excused)
     for i, each in _of(state):
-        if each.report.is_excused:  # Of a host that is not heard, only until then.
+        if each.report.is_excused:  # Only until its host was heard last.
             excused[i] = now_s if reports[i].is_excused else each.at_s
     limit_s = state.options.stall_s + _median_step_s(reports.values())
     found = _find_stalls(reports, excused, now_s=now_s, limit_s=limit_s)

@@ -586,7 +586,9 @@ def test_what_cannot_be_reduced_is_refused():
         _traced(world, lambda x: reduce(x, "dat"))
     with pytest.raises(ValueError, match="has 2 replicas here, but 1 in the world"):
         _traced(harness.local_world(2), lambda x: reduce(x, "data"))
-    with pytest.raises(ValueError, match="2 replicas on 1 processes: shared memory"):
+    with pytest.raises(
+        ValueError, match="2 replicas on 1 processes: the shared-memory all-reduce"
+    ):
         create_shared_buffer(harness.local_world(2))
     with pytest.raises(ValueError, match="`num_bytes` must be at least 1, got 0"):
         create_shared_buffer(world, 0)

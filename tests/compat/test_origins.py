@@ -5,9 +5,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdp.backward import exchange, sources
-from jdp.collectives.shared_memory import ordered
+from jdp.collectives.host import ordered
 from jdp.compat import origins, primitives
 from tests import harness
+
+LABEL = ordered.Label("shared_memory_all_reduce", "sum")
 
 
 def _callback_of(fn):
@@ -18,7 +20,7 @@ def _callback_of(fn):
 def _shared_memory(x):
     aval = jax.ShapeDtypeStruct(x.shape, x.dtype)
     with ordered.tracing_body():
-        return ordered.bind(lambda *_: None, lambda x: [x], "sum", [x], [aval], [])[0]
+        return ordered.bind(lambda *_: None, lambda x: [x], LABEL, [x], [aval], [])[0]
 
 
 def test_a_collective_over_shared_memory_is_known_without_tracebacks(monkeypatch):

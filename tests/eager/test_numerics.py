@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jdp.collectives.shared_memory import arithmetic
+from jdp.collectives.host import arithmetic
 from jdp.eager import checks, numerics, submission
 from jdp.eager.execution import fused, host_adasum, small_tensors
 from jdp.eager.execution.base import SetMembers

@@ -40,6 +40,8 @@ SUMS = [
     collectives.psum_all_reduce,
     collectives.reduce_broadcast_all_reduce,
     collectives.ring_all_reduce,
+    collectives.tcp_all_reduce,
+    collectives.TcpAllReduce(),
     collectives.shared_memory_all_reduce,
     functools.partial(collectives.ring_all_reduce, num_chunks=2),
     functools.partial(collectives.ring_all_reduce, op="sum"),

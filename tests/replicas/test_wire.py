@@ -90,7 +90,8 @@ def _find_decoders():
 FUZZED = {
     "wire_fuzz": """
         meeting: MeetingRecord, meeting: MeetingOutcome, shared_segment: SegmentOffer,
-        shared_segment: Peer, shared_segment: list[Peer], rendezvous: _LinkOffer,
+        shared_segment: Peer, shared_segment: list[Peer],
+        links: LinkPlace, links: list[LinkPlace], rendezvous: _LinkOffer,
         rendezvous: tuple[str; str], rendezvous: MeetingOutcome,
         datagram_link: _LaneOffer,
         rounds: Announcement, rounds: Decision,

@@ -1,30 +1,22 @@
 """Shared memory: an all-reduce among CPU processes of one host, inside `jit`."""
 
-import threading
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from jdp import compat, types
-from jdp.collectives import base, xla
-from jdp.collectives.base import Op, ReduceScatterAllGather
-from jdp.collectives.shared_memory import cutting, members, ordered
+from jdp import types
+from jdp.collectives.host import members
+from jdp.collectives.host.default_media import DefaultMedia
+from jdp.collectives.host.host_all_reduce import HostAllReduce
+from jdp.collectives.shared_memory import cutting
 from jdp.collectives.shared_memory.shared_buffer import (
     DEFAULT_NUM_BYTES,
     LEAST_NUM_BYTES,
     SharedBuffer,
 )
-from jdp.replicas import mesh
 from jdp.replicas.mesh import World
-from jdp.trees import buckets
-from jdp.types import AllReduce, AxisName
+from jdp.types import AxisName
 
 # Gradients are reduced while they are in the cache, and used from there: a step of
 # 101 MB takes 112 ms, and 125 ms with buckets of 25 MiB (docs/performance.md).
 _BUCKET_BYTES = 4 << 20
+_TITLE = "shared-memory all-reduce"
 
 
 def create_shared_buffer(
@@ -55,7 +47,7 @@ def create_shared_buffer(
     if num_bytes < 1:
         raise ValueError(f"`num_bytes` must be at least 1, got {num_bytes}.")
     axis_name = world.axis_name if axis_name is None else axis_name
-    processes = members.find_processes(world, axis_name)
+    processes = members.find_processes(world, axis_name, _TITLE)
     number = 0 if world.store is None else world.store.next_round()
     return SharedBuffer(
         world,
@@ -66,277 +58,42 @@ def create_shared_buffer(
     )
 
 
-class SharedMemoryAllReduce:
-    """Reduces over CPU processes of one host.
+def _make_default(world: World, axis_name: AxisName) -> SharedBuffer:
+    processes = members.find_processes(world, axis_name, _TITLE)
+    number_of_axes = len(types.as_axis_names(axis_name))
+    return SharedBuffer(
+        world,
+        processes,
+        DEFAULT_NUM_BYTES,
+        key=f"jdp/shared_memory/default/{number_of_axes}/{processes[0]}",
+        axis_name=axis_name,
+        least_bytes=LEAST_NUM_BYTES,
+    )
 
-    Several replicas of a process are reduced before the processes are.
 
-    Sums and products of 16-bit floats are computed in float32, as the contract of
-    `jdp.collectives.base` requires. A reduction has side effects, so a program keeps
-    its reductions in order. Call programs that contain it from one thread: JAX then
-    runs them in the order of the calls, the same on all processes.
+class SharedMemoryAllReduce(HostAllReduce):
+    """Reduces over CPU processes of one host through memory that they share.
 
     Without a `buffer`, it reduces through a default buffer, with pieces of 1 MiB, made
     when a program with it first runs.
     """
 
+    name = "shared_memory_all_reduce"
+    title = _TITLE
+    bucket_bytes = _BUCKET_BYTES
+
     def __init__(self, buffer: SharedBuffer | None = None):
-        self._buffer = buffer
+        super().__init__(buffer)
 
-    @property
-    def value(self) -> AllReduce:
-        """This reduction as an `AllReduce`."""
-        return AllReduce(
-            self,
-            reduce_group=self.reduce_group,
-            bucket_bytes=_BUCKET_BYTES,
-            name="shared_memory_all_reduce",
-        )
-
-    def __call__(
-        self, x: jax.Array, axis_name: AxisName, *, op: Op = "sum"
-    ) -> jax.Array:
-        """Reduces one buffer.
-
-        Args:
-          x: shape (n,).
-          axis_name: all axes of the world, or the inner axis of a pair.
-          op: "sum", "mean", "min", "max" or "product".
-
-        Returns:
-          The reduction, shape (n,), dtype of `x`; see `jdp.collectives.base`.
-
-        Raises:
-          ValueError: `axis_name` is not bound or not as above, or `op` is unknown.
-          RuntimeError: at run time: a process has ended, or did not arrive in time.
-        """
-        base.enter(x, axis_name, op)
-        return self.reduce_group([x], axis_name, op=op)[0]
-
-    def reduce_group(
-        self,
-        arrays: Sequence[jax.Array],
-        axis_name: AxisName,
-        *,
-        op: Op = "sum",
-        has_data: jax.Array | None = None,
-    ) -> list[jax.Array]:
-        """Reduces arrays of one dtype and any shapes in place, without packing them.
-
-        Where `has_data`, bool (), is False, this replica contributes zeros, whatever
-        the arrays hold.
-        """
-        group = self._find(axis_name)
-        sizes, dtype = [x.size for x in arrays], arrays[0].dtype
-        if group.num_replicas == 1 or sum(sizes) == 0:
-            return [base.replicated(x, axis_name) for x in arrays]
-        num_local = group.world.num_local_replicas
-        further = [] if num_local == 1 else [base.find_group(axis_name).rank]
-        further += [] if has_data is None else [has_data]
-
-        # The program keeps the functions, which therefore must not hold its arrays.
-        num_arrays, may_lack_data = len(arrays), has_data is not None
-
-        def run(call: int, results: Sequence[Any], operands: Sequence[Any]) -> None:
-            flat = [np.asarray(x).reshape(-1) for x in results]
-            if may_lack_data and not np.asarray(operands[-1]):
-                for x in flat:
-                    x.fill(0)
-            replica = 0
-            if num_local > 1:
-                replica = int(np.asarray(operands[num_arrays])) % num_local
-            self._open(group.world, axis_name).reduce_replica(flat, op, call, replica)
-
-        def substitute(*operands: jax.Array) -> list[jax.Array]:
-            given = operands[:num_arrays]
-            if may_lack_data:
-                given = [jnp.where(operands[-1], x, jnp.zeros_like(x)) for x in given]
-            total = xla.psum_all_reduce(buckets.pack(given), axis_name, op=op)
-            return buckets.unpack(total, [x.shape for x in given])
-
-        reduced = ordered.bind(
-            run,
-            substitute,
-            f"all-reduce {op} {dtype}{sizes}",
-            [*arrays, *further],
-            [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays],
-            _other_axes(arrays[0], axis_name),
-            num_in_place=len(arrays),
-        )
-        return [base.replicated(x, axis_name) for x in reduced]
-
-    def reduce_scatter(
-        self,
-        x: jax.Array,
-        axis_name: AxisName,
-        *,
-        op: Op = "sum",
-        dtype: jax.typing.DTypeLike | None = None,
-    ) -> jax.Array:
-        """Reduces and scatters: replica i gets the reduction of part i of n.
-
-        Args:
-          x: shape (n,); padded with zeros to a multiple of the number of replicas.
-          axis_name: see `__call__`.
-          op: "sum", "mean", "min", "max" or "product".
-          dtype: dtype of the result: the dtype of `x` or of its sum; None: of `x`.
-
-        Returns:
-          Shape (ceil(n / num_replicas),).
-        """
-        x, group = base.enter(x, axis_name, op)
-        result_dtype = jnp.dtype(x.dtype if dtype is None else dtype)
-        if base.is_trivial(x, group):
-            self._find(axis_name)
-            return base.finish(x, op, 1, result_dtype)
-        rows = base.pad(x, group.size).reshape(group.size, -1)
-        return self._scatter_rows([rows], axis_name, op, result_dtype)[0]
-
-    def scatter_rows(
-        self, rows: Sequence[jax.Array], axis_name: AxisName, *, op: Op = "sum"
-    ) -> list[jax.Array]:
-        """Gives replica i the reduction of row i of each array, without packing.
-
-        Args:
-          rows: arrays of one dtype, shape (num_replicas, k) each.
-          axis_name: see `__call__`.
-          op: see `reduce_scatter`.
-
-        Returns:
-          Shape (k,) each.
-        """
-        base.check_dtype(rows[0].dtype, op)
-        return self._scatter_rows(rows, axis_name, op, rows[0].dtype)
-
-    def _scatter_rows(
-        self, rows: Sequence[jax.Array], axis_name: AxisName, op: Op, dtype: Any
-    ) -> list[jax.Array]:
-        group = self._find(axis_name, halves=True)
-
-        def run(call: int, results: Sequence[Any], operands: Sequence[Any]) -> None:
-            given, outs = ([np.asarray(x) for x in xs] for xs in (operands, results))
-            buffer = self._open(group.world, axis_name)
-            buffer.reduce_scatter(given, op, call, outs)
-
-        def substitute(*rows: jax.Array) -> list[jax.Array]:
-            flat = [x.reshape(-1) for x in rows]
-            return [
-                xla.psum_reduce_scatter(x, axis_name, op=op, dtype=dtype) for x in flat
-            ]
-
-        return ordered.bind(
-            run,
-            substitute,
-            f"reduce-scatter {op} {rows[0].dtype}{[x.shape for x in rows]}",
-            rows,
-            [jax.ShapeDtypeStruct(x.shape[1:], dtype) for x in rows],
-            sorted(set().union(*map(compat.varying_axes, rows))),
-        )
-
-    def all_gather(self, part: jax.Array, axis_name: AxisName) -> jax.Array:
-        """Gathers: every replica gets all parts, in the order of their ranks.
-
-        Args:
-          part: shape (m,).
-          axis_name: see `__call__`.
-
-        Returns:
-          Shape (num_replicas * m,), the same on all replicas.
-        """
-        part, group = base.enter(part, axis_name, "sum")
-        if base.is_trivial(part, group):
-            self._find(axis_name)
-            return base.replicated(part, axis_name)
-        return self.gather_rows([part], axis_name)[0].reshape(-1)
-
-    def gather_rows(
-        self, parts: Sequence[jax.Array], axis_name: AxisName
-    ) -> list[jax.Array]:
-        """Inverts `scatter_rows`: row i of each result comes from replica i.
-
-        Args:
-          parts: arrays of one dtype, shape (k,) each.
-          axis_name: see `__call__`.
-
-        Returns:
-          Shape (num_replicas, k) each, the same on all replicas.
-        """
-        group = self._find(axis_name, halves=True)
-
-        def run(call: int, results: Sequence[Any], operands: Sequence[Any]) -> None:
-            given, outs = ([np.asarray(x) for x in xs] for xs in (operands, results))
-            self._open(group.world, axis_name).all_gather(given, call, outs)
-
-        def substitute(*parts: jax.Array) -> list[jax.Array]:
-            flat = [xla.psum_all_gather(x, axis_name) for x in parts]
-            return [x.reshape(group.num_replicas, -1) for x in flat]
-
-        gathered = ordered.bind(
-            run,
-            substitute,
-            f"all-gather {parts[0].dtype}{[x.size for x in parts]}",
-            parts,
-            [
-                jax.ShapeDtypeStruct((group.num_replicas, x.size), x.dtype)
-                for x in parts
-            ],
-            _other_axes(parts[0], axis_name),
-        )
-        return [base.replicated(x, axis_name) for x in gathered]
-
-    @property
-    def halves(self) -> ReduceScatterAllGather:
-        """The two halves, for example for `hierarchical_all_reduce(within=...)`."""
-        return ReduceScatterAllGather(
-            self.reduce_scatter, self.all_gather, self.scatter_rows, self.gather_rows
-        )
-
-    def _find(self, axis_name: AxisName, *, halves: bool = False) -> "_Group":
-        """Returns the replicas that reduce.
-
-        Raises:
-          ValueError: shared memory does not reduce over these axes, or, for the
-            `halves` of a reduction, a process has several replicas.
-        """
-        size = compat.axis_size(axis_name)
-        world = mesh.current_world() if self._buffer is None else self._buffer.world
-        ranks = members.find_processes(world, axis_name)
-        if self._buffer is not None:
-            names = types.as_axis_names(self._buffer.axis_name)
-            if types.as_axis_names(axis_name) != names:
-                raise ValueError(
-                    f"`axis_name={axis_name!r}`: this buffer was made to reduce over "
-                    f"{self._buffer.axis_name!r}."
-                )
-        num_replicas = len(ranks) * world.num_local_replicas
-        if size != num_replicas:
-            raise ValueError(
-                f"`axis_name={axis_name!r}` has {size} replicas here, but "
-                f"{num_replicas} in the world: shared memory reduces over all of it."
-            )
-        if halves and world.num_local_replicas > 1:
-            raise ValueError(
-                f"{world.num_local_replicas} replicas per process: reduce-scatter and "
-                "all-gather through shared memory are for one CPU replica per process."
-            )
-        return _Group(world, num_replicas)
-
-    def _open(self, world: World, axis_name: AxisName) -> SharedBuffer:
-        return self._buffer or default_buffer(world, axis_name)
+    def _open_default(self, world: World, axis_name: AxisName) -> SharedBuffer:
+        return default_buffer(world, axis_name)
 
 
 shared_memory_all_reduce = SharedMemoryAllReduce()
 SHARED_MEMORY = shared_memory_all_reduce.halves
 
 
-class _Default:
-    """Default buffers of the current world, by axes."""
-
-    lock = threading.Lock()
-    world: World | None = None
-    buffers: dict[tuple[str, ...], SharedBuffer] = {}
-    # Why there is none, by axes: the processes meet for it once.
-    failures: dict[tuple[str, ...], str] = {}
+_defaults = DefaultMedia(_make_default)
 
 
 def default_buffer(world: World, axis_name: AxisName) -> SharedBuffer:
@@ -345,36 +102,4 @@ def default_buffer(world: World, axis_name: AxisName) -> SharedBuffer:
     Raises:
       RuntimeError: see `SharedSegment`.
     """
-    names = types.as_axis_names(axis_name)
-    with _Default.lock:
-        if _Default.world is not world:
-            _Default.world, _Default.buffers, _Default.failures = world, {}, {}
-        if names in _Default.failures:
-            raise RuntimeError(_Default.failures[names])
-        if names not in _Default.buffers:
-            processes = members.find_processes(world, axis_name)
-            key = f"jdp/shared_memory/default/{len(names)}/{processes[0]}"
-            try:
-                _Default.buffers[names] = SharedBuffer(
-                    world,
-                    processes,
-                    DEFAULT_NUM_BYTES,
-                    key=key,
-                    axis_name=axis_name,
-                    least_bytes=LEAST_NUM_BYTES,
-                )
-            except RuntimeError as error:
-                _Default.failures[names] = str(error)
-                raise
-        return _Default.buffers[names]
-
-
-def _other_axes(x: jax.Array, axis_name: AxisName) -> list[str]:
-    return sorted(compat.varying_axes(x) - set(types.as_axis_names(axis_name)))
-
-
-class _Group(NamedTuple):
-    """Replicas that reduce together."""
-
-    world: World
-    num_replicas: int
+    return _defaults.find(world, axis_name)

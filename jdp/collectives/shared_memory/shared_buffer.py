@@ -19,9 +19,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jdp.collectives.base import Op
-from jdp.collectives.shared_memory import arithmetic, cutting
+from jdp.collectives.host import arithmetic
+from jdp.collectives.host.local_replicas import LocalReplicas
+from jdp.collectives.shared_memory import cutting
 from jdp.collectives.shared_memory.cutting import ReducePiece, RowsPiece
-from jdp.collectives.shared_memory.local_replicas import LocalReplicas
 from jdp.collectives.shared_memory.shared_segment import SharedSegment
 from jdp.replicas import stamps
 from jdp.replicas.mesh import World
@@ -94,9 +95,7 @@ class SharedBuffer:
         self._slots, self._results = large[:, :-1], large[:, -1]
         self._lock = threading.Lock()
         self._pieces: dict[tuple[tuple[int, ...], int], Sequence[ReducePiece]] = {}
-        self._local = LocalReplicas(
-            len(world.local_devices) or 1, timeout_s=world.timeout_s
-        )
+        self._local = LocalReplicas(world)
         self._round = 0
         self._failure: str | None = None
 
@@ -121,7 +120,7 @@ class SharedBuffer:
 
         Args:
           arrays: contiguous and writeable, shape (n,) each.
-          op: see `SharedMemoryAllReduce`.
+          op: see `HostAllReduce`.
           call: identifier of the operation, equal on all processes.
 
         Raises:
@@ -142,26 +141,15 @@ class SharedBuffer:
 
         Args:
           arrays: see `reduce_in_place`.
-          op: see `SharedMemoryAllReduce`.
+          op: see `HostAllReduce`.
           call: see `reduce_in_place`.
           replica: number of the replica within this process, each of which calls it on
             a thread of its own.
 
         Raises:
-          RuntimeError: see `reduce_in_place`, and `LocalReplicas.reduce_in_place`.
+          RuntimeError: see `reduce_in_place`, and `LocalReplicas.reduce`.
         """
-        if self._local.count == 1:
-            self.reduce_in_place(arrays, op, call)
-            return
-        step: Op = "sum" if op == "mean" else op
-
-        def over_processes(totals: Sequence[np.ndarray]) -> None:
-            self.reduce_in_place(totals, step, call)
-            if op == "mean":
-                for total in totals:
-                    arithmetic.divide(total, self.world.num_replicas)
-
-        self._local.reduce_in_place(replica, arrays, step, call, over_processes)
+        self._local.reduce(replica, arrays, op, call, self.reduce_in_place)
 
     def _cut(self, arrays: Sequence[np.ndarray]) -> Sequence[ReducePiece]:
         """Cuts concatenated arrays into pieces that fit, and these into parts."""
@@ -191,7 +179,7 @@ class SharedBuffer:
 
         Args:
           rows: arrays of one dtype, shape (num_processes, n) each.
-          op: see `SharedMemoryAllReduce`.
+          op: see `HostAllReduce`.
           call: see `reduce_in_place`.
           outs: shape (n,) each, dtype of `rows` or of their sum.
         """

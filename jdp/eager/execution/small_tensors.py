@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdp.collectives.base import Op
-from jdp.collectives.shared_memory import arithmetic
+from jdp.collectives.host import arithmetic
 from jdp.eager import numerics
 from jdp.eager.entries import Entry
 from jdp.eager.messages import Response, Spec, decode_spec

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdp import collectives
 from jdp.collectives import xla
 from jdp.collectives.base import Op
-from jdp.collectives.shared_memory import arithmetic
+from jdp.collectives.host import arithmetic
 from jdp.eager.execution import host_adasum
 from jdp.eager.execution.base import Array, CollectiveTask, SetMembers
 from jdp.types import AxisName, Device

@@ -16,7 +16,7 @@ from jdp.backward import flow
 from jdp.collectives import auto, base, fixed_tree, xla
 from jdp.collectives.base import Op
 from jdp.collectives.fixed_tree import Subtree
-from jdp.collectives.shared_memory import arithmetic, ordered, program_order
+from jdp.collectives.host import arithmetic, ordered, program_order
 from jdp.collectives.shared_memory.all_reduce import shared_memory_all_reduce
 from jdp.compat import array_parts
 from jdp.replicas.mesh import World

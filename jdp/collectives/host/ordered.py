@@ -22,6 +22,18 @@ from jdp.compat import host_collectives, host_functions, origins
 from jdp.compat.host_collectives import HostCollective
 
 
+class Label(NamedTuple):
+    """Name of a collective.
+
+    Attributes:
+      name: its name in `jdp.collectives`.
+      what: the operation, equal on all processes.
+    """
+
+    name: str
+    what: str
+
+
 class _LastReduction(NamedTuple):
     """Last reduction of the body that is being traced."""
 
@@ -31,7 +43,7 @@ class _LastReduction(NamedTuple):
 
 
 _last: contextvars.ContextVar[_LastReduction | None] = contextvars.ContextVar(
-    "last_shared_memory_reduction", default=None
+    "last_host_reduction", default=None
 )
 
 
@@ -52,7 +64,7 @@ def tracing_body() -> Iterator[None]:
 def bind(
     run: Callable[[int, Sequence[Any], Sequence[Any]], None],
     substitute: Callable[..., list[jax.Array]],
-    what: str,
+    label: Label,
     operands: Sequence[jax.Array],
     results: Sequence[jax.ShapeDtypeStruct],
     varying: Sequence[str],
@@ -67,7 +79,7 @@ def bind(
     Args:
       run: fills the results; results in place are the first operands.
       substitute: the same function of the operands, by XLA's collectives.
-      what: label of the operation; must be the same on all processes.
+      label: name of the operation; must be the same on all processes.
       operands: arrays of this replica.
       results: shapes and dtypes of the results.
       varying: axes over which the results may differ.
@@ -79,9 +91,9 @@ def bind(
     if not all(host_functions.can_see(x.dtype) for x in (*operands, *results)):
         return substitute(*operands)
     token = jnp.zeros(1, jnp.uint32) if last.token is None else last.token
-    call = zlib.crc32(f"{last.number} {what}".encode())
+    call = zlib.crc32(f"{last.number} {label.what}".encode())
     collective = HostCollective(functools.partial(run, call), substitute, num_in_place)
-    with origins.bound_by_collective("shared_memory_all_reduce"):
+    with origins.bound_by_collective(label.name):
         token, filled = host_collectives.run_on_host(
             collective, token, operands, results, varying
         )

@@ -27,7 +27,7 @@ def reduce(operands: Sequence[np.ndarray], op: Op, *, out: np.ndarray) -> None:
 
     Args:
       operands: two or more, of one shape and dtype.
-      op: see `SharedMemoryAllReduce`.
+      op: see `HostAllReduce`.
       out: array of the same shape, with their dtype or the dtype of their sum.
     """
     ufunc, (first, second, *rest) = _UFUNCS[op], operands
@@ -40,6 +40,17 @@ def reduce(operands: Sequence[np.ndarray], op: Op, *, out: np.ndarray) -> None:
         divide(total, len(operands))
     if total is not out:
         out[...] = total
+
+
+@np.errstate(all="ignore")
+def reduce_pair(a: np.ndarray, b: np.ndarray, op: Op, *, out: np.ndarray) -> None:
+    """Reduces two arrays into `out`, of the dtype of one of them; a mean is a sum."""
+    _UFUNCS[op](_as_type(a, out.dtype), _as_type(b, out.dtype), out=out)
+
+
+def accumulator(dtype: np.dtype, op: Op) -> np.dtype:
+    """Returns the dtype in which arrays of `dtype` are reduced."""
+    return np.dtype(base.accumulator(dtype, op))
 
 
 def _as_type(x: np.ndarray, dtype: np.dtype) -> np.ndarray:

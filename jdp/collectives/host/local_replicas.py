@@ -12,23 +12,61 @@ import numpy as np
 
 from jdp.collectives import base
 from jdp.collectives.base import Op
-from jdp.collectives.shared_memory import arithmetic
+from jdp.collectives.host import arithmetic
+from jdp.replicas.mesh import World
+
+ReduceInPlace = Callable[[Sequence[np.ndarray], Op, int], None]
 
 
 class LocalReplicas:
     """Meeting place of the threads of one process that run its replicas."""
 
-    def __init__(self, count: int, *, timeout_s: float):
-        """Makes the place for `count` threads; each waits for `timeout_s` at most."""
-        self.count = count
+    def __init__(self, world: World):
+        """Makes the place; each thread waits for `world.timeout_s` at most."""
+        count = len(world.local_devices) or 1
+        self._world, self.count = world, count
         self._given: list[Sequence[np.ndarray]] = [()] * count
         self._calls = [0] * count
         self._totals: list[np.ndarray] = []
         self._failure: str | None = None
         self._action: Callable[[], None] = lambda: None
-        self._barrier = threading.Barrier(count, self._act, timeout_s)
+        self._barrier = threading.Barrier(count, self._act, world.timeout_s)
 
-    def reduce_in_place(
+    def reduce(
+        self,
+        replica: int,
+        arrays: Sequence[np.ndarray],
+        op: Op,
+        call: int,
+        reduce_in_place: ReduceInPlace,
+    ) -> None:
+        """Replaces arrays of one replica by their reductions over all replicas.
+
+        Args:
+          replica: number of the calling replica within its process.
+          arrays: its arrays, of one dtype: contiguous and writeable, shape (n,) each.
+          op: see `HostAllReduce`.
+          call: identifier of the operation, equal on all replicas.
+          reduce_in_place: reduces arrays over the processes; called on one thread.
+
+        Raises:
+          RuntimeError: a replica did not arrive in time, reduces something else, or
+            `reduce_in_place` raised.
+        """
+        if self.count == 1:
+            reduce_in_place(arrays, op, call)
+            return
+        step: Op = "sum" if op == "mean" else op
+
+        def over_processes(totals: Sequence[np.ndarray]) -> None:
+            reduce_in_place(totals, step, call)
+            if op == "mean":
+                for total in totals:
+                    arithmetic.divide(total, self._world.num_replicas)
+
+        self._reduce_threads(replica, arrays, step, call, over_processes)
+
+    def _reduce_threads(
         self,
         replica: int,
         arrays: Sequence[np.ndarray],
@@ -36,20 +74,6 @@ class LocalReplicas:
         call: int,
         over_processes: Callable[[Sequence[np.ndarray]], None],
     ) -> None:
-        """Replaces arrays of one dtype by their reductions over all replicas.
-
-        Args:
-          replica: number of the calling replica within its process.
-          arrays: its arrays: contiguous and writeable, shape (n,) each.
-          op: "sum", "min", "max" or "product".
-          call: identifier of the operation, equal on all replicas.
-          over_processes: reduces the totals of this process over the processes, in
-            place; called on one thread.
-
-        Raises:
-          RuntimeError: a replica did not arrive in time, reduces something else, or
-            `over_processes` raised.
-        """
         self._given[replica], self._calls[replica] = arrays, call
         self._meet(self._begin)
         for k, total in enumerate(self._totals):
@@ -68,7 +92,7 @@ class LocalReplicas:
         if len(set(self._calls)) > 1:
             raise RuntimeError(
                 "The replicas of this process reduce different buffers: programs that "
-                "reduce through shared memory must be called from one thread."
+                "reduce on the host must be called from one thread."
             )
         first = self._given[0]
         wide = base.accumulator(first[0].dtype, "sum")
@@ -88,8 +112,8 @@ class LocalReplicas:
         except threading.BrokenBarrierError:
             raise RuntimeError(
                 self._failure
-                or "A replica of this process did not come to a shared-memory "
-                "all-reduce in time."
+                or "A replica of this process did not come to an all-reduce on the "
+                "host in time."
             ) from None
 
     def _act(self) -> None:

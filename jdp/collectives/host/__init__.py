@@ -1,0 +1,1 @@
+"""Host: collectives of CPU processes inside `jit`, and those over TCP."""
