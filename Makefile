@@ -25,7 +25,7 @@ help:
 	@echo "make results      every benchmark of docs/performance.md, into benchmarks/results: an hour of a quiet machine"
 	@echo "make performance  docs/performance.md, its pictures and README's figures, from the results"
 	@echo "make sweep        every all-reduce at every size, beside the cost model"
-	@echo "make soak         long runs: uneven inputs, the watch, shared memory, the eager engine, its coordinator and its wire, parameter servers"
+	@echo "make soak         long runs: uneven inputs, the watch, shared memory, the eager engine, its coordinator and its wire, parameter servers, replica groups"
 	@echo "make two-hosts    as root: train over two hosts, each with its own network and name"
 	@echo "make faults       every fault at every moment: is the right process blamed, or named where it hangs, and soon"
 	@echo "make release-check  build wheel and sdist; install, launch and train in clean environments"
@@ -192,6 +192,9 @@ soak: $(VENV)/.test
 	$(BIN)/python -m tests.join.lockstep_fuzz --messages 1000000
 	$(BIN)/python -m tests.watch.simulation --runs 10000 --processes 256
 	$(BIN)/python -m tests.watch.false_alarms
+	$(BIN)/python -m tests.watch.straggler_jobs --runs 5
+	$(BIN)/python -m tests.elastic.simulation --runs 10000
+	$(BIN)/python -m tests.elastic.simulation --runs 100 --slots 64
 
 # As root, with iproute2: each host is a network namespace of its own.
 two-hosts: $(VENV)/.examples $(VENV)/.test

@@ -26,11 +26,11 @@ LAYERS = (
     {"watch"},
     {"runtime"},
     {"launch", "join", "eager"},
-    {"parameter_server", "evaluation"},
+    {"parameter_server", "evaluation", "elastic"},
     {"bench"},
     {"cli"},
 )
-HOST = {"watch", "runtime", "launch", "join", "eager", "parameter_server"}
+HOST = {"watch", "runtime", "launch", "join", "eager", "parameter_server", "elastic"}
 # A worker pushes through a hook, which the servers run again, and a server asks of a
 # program whether an optimizer mixes leaves that lie on several servers.
 HOST_MAY_USE = HOST | {

@@ -16,6 +16,9 @@ from jdp.collectives import Curve, measurement, measurement_cache
 from jdp.collectives.host import links
 from jdp.collectives.pallas import gpu_topology
 from jdp.collectives.shared_memory import shared_segment
+from jdp.elastic import quorum
+from jdp.elastic.messages import MemberId
+from jdp.elastic.roster import QuorumOptions
 from jdp.fingerprints import fingerprint
 from jdp.join import early_exit, lockstep, progress_exchange
 from jdp.launch import endings, launcher_link
@@ -31,6 +34,7 @@ from jdp.watch.record import Entry
 from jdp.watch.shares import StepSample
 from jdp.watch.status import JobStatus, ProcessStatus
 from jdp.watch.stragglers import StepShares
+from tests.elastic import elastic_messages
 from tests.replicas import comparison_fuzz
 from tests.runtime.transport_fuzz import mutate
 
@@ -63,6 +67,7 @@ MESSAGES = {
         _PEER, "/proc/7/fd/3", b"t" * 16, 8192
     ),
     "shared_segment.Peer": _PEER,
+    **{f"elastic.{type(each).__name__}": each for each in elastic_messages.ALL},
     "links.LinkPlace": links.LinkPlace("10.0.0.1", 4321),
     "a list of links.LinkPlace": [links.LinkPlace("::1", 1), links.LinkPlace("", 0)],
     "a list of shared_segment.Peer": [_PEER, _PEER],
@@ -121,6 +126,7 @@ KINDS = {
     "a list of links.LinkPlace": list[links.LinkPlace],
     "endpoints of a link": tuple[str, str],
     **{f"messages.{name}": messages.Message for name in _WATCH},
+    **{f"elastic.{type(x).__name__}": quorum.Message for x in elastic_messages.ALL},
     "comparison digests": list[bytes],
     "comparison array": tuple[str, int],
     "comparison._CapturedArray": list[comparison._CapturedArray],
@@ -267,6 +273,17 @@ def _show_end(data: bytes, found: endings.Exit) -> None:
     assert 0 <= endings.exit_code(end.returncode) < 256
 
 
+def _vote(data: bytes, found: quorum.Message) -> None:
+    """Whatever a member says, a group only stays in its slot, and answers."""
+    del data
+    slots = (0, 1, 2)
+    group = quorum.Quorum(QuorumOptions(slots=slots), MemberId(0, 1), now_s=0.0)
+    for k, sender in enumerate((MemberId(1, 1), MemberId(2, 5), MemberId(1, 2))):
+        sent = group.receive(sender, found, k / 10) + group.tick(k + 0.05)
+        assert {to for to, _ in sent} <= {1, 2}
+        assert group.own.slot == 0
+
+
 def _act_on_watch(data: bytes, found: messages.Message) -> None:
     """Other hosts can make a watch show printable lines, and nothing else."""
     del data
@@ -294,6 +311,7 @@ def _check_status(found: JobStatus) -> None:
 
 NEXT = {
     **{f"messages.{name}": _act_on_watch for name in _WATCH},
+    **{f"elastic.{type(x).__name__}": _vote for x in elastic_messages.ALL},
     "datagram_link._Offer": lambda data, found: _try(datagram_link._decode_offer, data),
     "endpoints of a link": lambda data, found: _try(rendezvous._check_endpoints, found),
     "shared_segment.SegmentOffer": lambda data, found: _open(found),

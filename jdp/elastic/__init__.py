@@ -1,0 +1,1 @@
+"""Elastic: replica groups that come, die and leave while the others train."""
