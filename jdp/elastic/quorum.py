@@ -10,9 +10,9 @@ simple", 2001), so that there is at most one view per epoch. These decide:
   they ended is thrown away: it could tell of a view that no living group has decided.
 
 A step is committed when all members of the view have voted for it. A member that has
-promised to end a view votes no more in it. So if a member has committed a step, all have
-voted for it, and the next view begins with it; and if all that decide have voted for a
-step, the next view may begin with it.
+promised to end a view votes no more in it. So if a member has committed a step, all
+have voted for it, and the next view begins with it; and if all that decide have voted
+for a step, the next view may begin with it.
 
 The oldest member that is heard proposes. There is nothing to hand over when it ends.
 """
