@@ -7,6 +7,8 @@ it, to tell a process that waits for another process from a busy one.
 import collections
 import contextlib
 import functools
+import os
+import sys
 import threading
 import time
 import weakref
@@ -19,6 +21,7 @@ from jdp.replicas import forked, stamps
 
 Run = Callable[..., tuple[Any, Any]]
 _CULPRIT = "jdp_culprit"
+_JAX_FOLDER = os.path.dirname(jax.__file__) + os.sep
 _MOST_CALLS_UNDER_WAY = 8
 _CONTAINERS = (dict, list, tuple)
 # With a record, a result with no more elements is kept until it is ready.
@@ -234,6 +237,24 @@ def has_result() -> bool:
     except Exception:  # The step failed, or the result was donated.
         return False
     return True
+
+
+def is_held_up() -> bool:
+    """Whether the main thread waits for a program: in JAX, or in the call of a step.
+
+    While it runs Python, a wait of a program for other processes costs it nothing. Any
+    thread may ask; it takes some microseconds.
+    """
+    if _MainThread.num_waits:
+        return False  # The record has this wait by itself.
+    if _MainThread.is_inside:
+        return True
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return False
+    # A method of arrays in C has no frame.
+    is_waiting = "block_until_ready" in frame.f_code.co_names
+    return is_waiting or frame.f_code.co_filename.startswith(_JAX_FOLDER)
 
 
 def note_finished() -> None:

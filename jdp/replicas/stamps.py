@@ -20,8 +20,8 @@ ITERATION_BEGUN, ITERATION_ENDED = 16, 17  # waits of `jdp.join_batches`.
 EAGER_BEGUN, EAGER_ENDED = 18, 19
 TRACE_BEGUN, TRACE_ENDED = 20, 21
 PROGRAM_ENDED = 22
-# All time, in nanoseconds, that reductions through shared memory have waited for other
-# processes, and have taken without that.
+# All time, in nanoseconds, that the main thread was held up by reductions on the host
+# which waited for other processes, and that these took without waits.
 REDUCTIONS_WAITED, REDUCTIONS_WORKED = 23, 24
 
 Write = Callable[[int, int, str], None]
@@ -31,7 +31,8 @@ class _Record:
     """The record of this process."""
 
     write: Write | None = None
-    waited_ns: int = 0  # in reductions through shared memory.
+    held_up_ns: int = 0  # of the main thread, by waits of reductions on the host.
+    waited_ns: int = 0  # by these, whatever the main thread did.
     reduced_ns: int = 0  # in these, with the waits.
     stamped_ns: int = 0  # of it, what the record has.
 
@@ -52,9 +53,16 @@ def stamp(kind: int, number: int = 0, name: str = "") -> None:
         _Record.write(kind, number, name)
 
 
-def add_wait(num_ns: int) -> None:
-    """Adds time in which a reduction has waited for other processes, in nanoseconds."""
+def add_wait(num_ns: int, *, holds_up: bool) -> None:
+    """Adds time in which a reduction on the host has waited for other processes.
+
+    Args:
+      num_ns: the time, in nanoseconds.
+      holds_up: whether the main thread has waited with it.
+    """
     _Record.waited_ns += num_ns
+    if holds_up:
+        _Record.held_up_ns += num_ns
 
 
 def add_reduction(num_ns: int) -> None:
@@ -67,7 +75,7 @@ def stamp_reductions() -> None:
     write = _Record.write
     if write is not None and _Record.reduced_ns != _Record.stamped_ns:
         waited_ns, _Record.stamped_ns = _Record.waited_ns, _Record.reduced_ns
-        write(REDUCTIONS_WAITED, waited_ns, "")
+        write(REDUCTIONS_WAITED, _Record.held_up_ns, "")
         write(REDUCTIONS_WORKED, max(0, _Record.stamped_ns - waited_ns), "")
 
 

@@ -12,7 +12,7 @@ from jdp.collectives.host import algorithms, links
 from jdp.collectives.host.local_replicas import LocalReplicas
 from jdp.collectives.host.strip import Packed
 from jdp.collectives.host.transfer import Aborted, LinkBroken, Transfer
-from jdp.replicas import stamps, world_end
+from jdp.replicas import progress, stamps, world_end
 from jdp.replicas.mesh import World
 from jdp.types import AxisName
 
@@ -133,6 +133,7 @@ class TcpLinks:
                 raise RuntimeError(self._failure)
             self._number += 1
             begun_ns = time.monotonic_ns()
+            holds_up = progress.is_held_up() if stamps.has_record() else True
             sockets = self._sockets
             if ranks is not None:
                 sockets = {
@@ -155,7 +156,8 @@ class TcpLinks:
                 self._failure = f"A TCP all-reduce failed: {error!r}."
                 self._hang_up()
                 raise
-            stamps.add_wait(transfer.waited_ns)
+            holds_up = holds_up and progress.is_held_up()
+            stamps.add_wait(transfer.waited_ns, holds_up=holds_up)
             stamps.add_reduction(time.monotonic_ns() - begun_ns)
 
     def _hang_up(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jdp.replicas import cores, meeting, sealed_memory, stamps, wire
+from jdp.replicas import cores, meeting, progress, sealed_memory, stamps, wire
 from jdp.replicas.cores import UsableCores
 from jdp.replicas.meeting import MeetingRecord, StoreMeeting
 from jdp.replicas.mesh import World
@@ -30,6 +30,7 @@ _ALL_WAITERS = 2**31 - 1
 # does if the processes do not have a core each.
 _NUM_SPINS = 5000
 _NUM_SPINS_SHARED = 100
+_SHORT_NS = 50_000  # waits below hold up the main thread, whatever it does.
 _CHECK_PERIOD_S = 0.05  # how often a wait checks that its peer is alive.
 
 
@@ -101,6 +102,7 @@ class SharedSegment:
         self._words = whole[:_HEADER_BYTES].cast("q")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._count = 0
+        self._holds_up = True  # the main thread, by the wait under way.
         has_cores = cores.are_enough([peer.cores for peer in self._peers])
         self._num_spins = _NUM_SPINS if has_cores else _NUM_SPINS_SHARED
 
@@ -117,16 +119,22 @@ class SharedSegment:
         self._words[_WORDS_A_LINE * self._own] = self._count
         self._futex(self._own, _FUTEX_WAKE, _ALL_WAITERS)
         begun_ns = time.monotonic_ns()
+        self._holds_up = True
         for rank in range(len(self._processes)):
             if rank != self._own:
                 self._wait_for(rank)
-        stamps.add_wait(time.monotonic_ns() - begun_ns)
+        waited_ns = time.monotonic_ns() - begun_ns
+        if waited_ns > _SHORT_NS and stamps.has_record():
+            self._holds_up = self._holds_up and progress.is_held_up()
+        stamps.add_wait(waited_ns, holds_up=self._holds_up)
 
     def _wait_for(self, rank: int) -> None:
         words, word, count = self._words, _WORDS_A_LINE * rank, self._count
         for _ in range(self._num_spins):
             if words[word] >= count:
                 return
+        if self._holds_up and stamps.has_record():
+            self._holds_up = progress.is_held_up()
         deadline_s = time.monotonic() + self._world.timeout_s
         while (seen := words[word]) < count:
             if words[_BLAMED]:
