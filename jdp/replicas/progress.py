@@ -7,6 +7,7 @@ it, to tell a process that waits for another process from a busy one.
 import collections
 import contextlib
 import functools
+import linecache
 import os
 import sys
 import threading
@@ -252,9 +253,10 @@ def is_held_up() -> bool:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return False
+    path = frame.f_code.co_filename
     # A method of arrays in C has no frame.
-    is_waiting = "block_until_ready" in frame.f_code.co_names
-    return is_waiting or frame.f_code.co_filename.startswith(_JAX_FOLDER)
+    line = linecache.getline(path, frame.f_lineno or 0)
+    return path.startswith(_JAX_FOLDER) or "block_until_ready" in line
 
 
 def note_finished() -> None:

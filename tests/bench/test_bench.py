@@ -193,7 +193,7 @@ def test_bench_collectives_times_everything_beside_the_model(tmp_path, kind):
     more = {
         3: set(),
         4: {"adasum", "hierarchical"},
-        2: {"adasum", "shared_memory", "shared_memory, alone"},
+        2: {"adasum", "tcp", "shared_memory", "shared_memory, alone"},
     }
     for each in results:
         by_size = {}
@@ -206,7 +206,7 @@ def test_bench_collectives_times_everything_beside_the_model(tmp_path, kind):
             for name, time_ in row.items():
                 assert name in out and time_["measured_s"] > 0
                 assert len(time_["rounds_s"]) == 2
-                is_measured_alone = name.startswith(("psum", "shared", "torch"))
+                is_measured_alone = name.startswith(("psum", "shared", "tcp", "torch"))
                 assert (time_["model_s"] is None) == is_measured_alone
         assert [choice["num_bytes"] for choice in each["choices"]] == sorted(by_size)
         assert all(choice["over_best"] >= 1 for choice in each["choices"])
