@@ -16,15 +16,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from jdp.replicas import wire
-from jdp.watch import (
-    clock,
-    messages,
-    rules,
-    stacks,
-    stall_file,
-    status,
-    words,
-)
+from jdp.watch import clock, messages, rules, stacks, stall_file, status, words
 from jdp.watch.clock import ClockState
 from jdp.watch.local_processes import LocalProcesses
 from jdp.watch.messages import Message, Told
@@ -63,9 +55,11 @@ class WatchOptions:
     folder: str = ""  # for files about stalls; "": the system's for temporary files.
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.stall_s < float("inf"):
+        is_number = isinstance(self.stall_s, int | float)
+        if not (is_number and 0.0 <= self.stall_s < float("inf")):
             raise ValueError(
-                f"`stall_s` must be a number of seconds, 0 or more, got {self.stall_s}."
+                "`stall_s` must be a number of seconds, 0 or more, got "
+                f"{self.stall_s!r}."
             )
         if self.on_stall not in ("log", "raise"):
             raise ValueError(

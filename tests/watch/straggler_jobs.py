@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PROGRAM = ROOT / "tests" / "watch" / "straggler_program.py"
-KINDS = "gloo", "shared memory", "loader"
+KINDS = "gloo", "shared memory", "loader", "ahead"
 ONSET = 40
 
 
