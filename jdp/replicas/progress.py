@@ -247,7 +247,7 @@ def is_held_up() -> bool:
     thread may ask; it takes some microseconds.
     """
     if _MainThread.num_waits:
-        return False  # The record has this wait by itself.
+        return False  # The record has this wait already.
     if _MainThread.is_inside:
         return True
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
