@@ -7,6 +7,8 @@ import signal
 import socket
 import threading
 import time
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdp
 from jdp.collectives import open_tcp_links, tcp_all_reduce
-from jdp.collectives.host import algorithms, links
+from jdp.collectives.host import algorithms, links, members
 from jdp.collectives.host.placed_links import PlacedLinks
 from jdp.collectives.host.strip import Packed, Strip
 from jdp.collectives.host.tcp_links import TcpLinks
@@ -507,3 +509,21 @@ def test_two_hosts_of_two_processes_reduce_and_choose_it_by_themselves():
         assert outcome.output.count("TCP RIGHT placed") == 2, outcome.output
     assert '`all_reduce="auto"` takes' in outcomes[0].output
     assert "tcp_all_reduce for" in outcomes[0].output
+
+
+def test_ranks_follow_the_mesh_where_processes_alternate_between_hosts():
+    devices = [types.SimpleNamespace(process_index=i, platform="cpu") for i in range(4)]
+    order = [devices[i] for i in (0, 2, 1, 3)]
+    for names, expected in ((("data",), (0, 2, 1, 3)), (("node", "data"), (1, 3))):
+        grid = np.array(order, object).reshape((2, 2) if len(names) == 2 else 4)
+        world: Any = types.SimpleNamespace(
+            local_devices=[devices[1]],
+            is_plain=True,
+            axis_names=names,
+            mesh=types.SimpleNamespace(devices=grid),
+            process_count=4,
+            num_replicas=4,
+            process_index=1,
+        )
+        found = members.find_processes(world, names[-1], "TCP all-reduce")
+        assert found == expected

@@ -40,12 +40,15 @@ def find_processes(world: World, axis_name: AxisName, title: str) -> tuple[int, 
             f"{title} reduces over all axes of several processes with as many replicas "
             "each, and over the inner axis of a pair where each has one."
         )
+    # Processes of a host need not have consecutive numbers; in the mesh they are
+    # adjacent.
+    order = tuple(dict.fromkeys(x.process_index for x in world.mesh.devices.flat))
     if is_whole:
-        return tuple(range(world.process_count))
+        return order
     if names == world.axis_names[1:]:
         size = world.mesh.devices.shape[1]
-        first = world.process_index // size * size
-        return tuple(range(first, first + size))
+        first = order.index(world.process_index) // size * size
+        return order[first : first + size]
     raise ValueError(
         f"`axis_name={axis_name!r}`: the {title} reduces over all axes of the "
         f"world, {world.axis_name!r}, or over the inner axis of a pair."

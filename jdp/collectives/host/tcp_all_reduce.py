@@ -58,12 +58,12 @@ def _open_default(world: World, axis_name: AxisName) -> TcpLinks | PlacedLinks:
     num_local, rest = divmod(world.process_count, world.num_nodes)
     if rest or 1 in (num_local, world.num_nodes) or links.count < world.process_count:
         return links
-    first = world.process_index // num_local * num_local
+    first = links.rank // num_local * num_local
     within = None
     with contextlib.suppress(RuntimeError):
         within = SharedBuffer(
             world,
-            range(first, first + num_local),
+            links.processes[first : first + num_local],
             DEFAULT_NUM_BYTES,
             key=f"jdp/tcp_links/{name}/within/{first}",
             least_bytes=LEAST_NUM_BYTES,

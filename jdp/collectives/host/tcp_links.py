@@ -48,6 +48,11 @@ class TcpLinks:
         world_end.register(self.close)
 
     @property
+    def processes(self) -> tuple[int, ...]:
+        """The processes, by rank."""
+        return self._processes
+
+    @property
     def count(self) -> int:
         """Number of processes."""
         return len(self._processes)
