@@ -248,9 +248,10 @@ def is_held_up() -> bool:
     """
     if _MainThread.num_waits:
         return False  # The record has this wait already.
-    if _MainThread.is_inside:
+    main = threading.main_thread().ident or 0
+    if _MainThread.is_inside or threading.get_ident() == main:
         return True
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = sys._current_frames().get(main)
     if frame is None:
         return False
     path = frame.f_code.co_filename
