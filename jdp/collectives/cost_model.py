@@ -184,7 +184,7 @@ def choose(num_bytes: int, num_replicas: int, links: Links) -> str:
       links: links between the replicas, for example from `fit_links`.
 
     Returns:
-      A key of `ALGORITHMS`, or "psum", "shared_memory" or "hierarchical".
+      A key of `ALGORITHMS`, or "psum", "shared_memory" or "tcp".
     """
     seconds = {
         curve.algorithm: curve.at(num_bytes)

@@ -25,7 +25,8 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
       step: number of the step.
       at_ns: when it came to it, on the monotonic clock of its host.
       waited_ns: time in which its main thread has waited for others on the host.
-      reduced_ns: time in which its reductions through shared memory have waited.
+      reduced_ns: time in which waits of its reductions on the host held up its main
+        thread.
       sent_ns: time that these reductions took besides.
       loaded_ns: time of its main thread in loaders that jdp knows.
       read_ns: time that the thread of `jdp.join_batches` took for its last batch.

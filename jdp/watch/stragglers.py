@@ -2,9 +2,9 @@
 
 Pure: samples of all processes in, shares and stragglers out. The work of a process in a
 step is the time of the step without waits for others. Its reductions through shared
-memory measure their waits. For reductions of XLA, a process has waited from the moment
-it came to the program until the last process came, if the devices had nothing else to
-do by then: differences within the program are not seen.
+memory measure the waits that hold up its main thread. For reductions of XLA, a process
+has waited from the moment it came to the program until the last process came, if the
+devices had nothing else to do by then: differences within the program are not seen.
 """
 
 import collections

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from jdp.collectives import base
 from jdp.collectives.base import Op
 from jdp.collectives.host import arithmetic
 from jdp.collectives.host.strip import Strip
@@ -38,7 +39,7 @@ class Reduction:
           count: number of ranks.
         """
         self.given = self.partial = Strip(arrays)
-        dtype = arithmetic.accumulator(self.given.dtype, op)
+        dtype = base.accumulator(self.given.dtype, op)
         self._wide = None
         if dtype != self.given.dtype:
             self._wide = np.concatenate([x.astype(dtype) for x in arrays])
@@ -103,6 +104,8 @@ def all_reduce(
       rank: rank of this process.
       count: number of ranks.
     """
+    if count == 1:
+        return
     reduction = Reduction(arrays, op, count)
     num_bytes = reduction.given.size * reduction.given.dtype.itemsize
     if count > 2 and num_bytes <= _MOST_HALVED_BYTES:
@@ -255,6 +258,8 @@ def broadcast(
     transfer: Transfer, array: np.ndarray, root: int, rank: int, count: int
 ) -> None:
     """Replaces a flat array by the array of `root`, along a chain, piece by piece."""
+    if count == 1:
+        return
     place = (rank - root) % count
     before, after = (rank - 1) % count, (rank + 1) % count
     is_last = place == count - 1

@@ -48,11 +48,6 @@ def reduce_pair(a: np.ndarray, b: np.ndarray, op: Op, *, out: np.ndarray) -> Non
     _UFUNCS[op](_as_type(a, out.dtype), _as_type(b, out.dtype), out=out)
 
 
-def accumulator(dtype: np.dtype, op: Op) -> np.dtype:
-    """Returns the dtype in which arrays of `dtype` are reduced."""
-    return np.dtype(base.accumulator(dtype, op))
-
-
 def _as_type(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return x if x.dtype == dtype else x.astype(dtype)
 

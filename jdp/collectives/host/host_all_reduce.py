@@ -12,6 +12,7 @@ from jdp import compat, types
 from jdp.collectives import base, xla
 from jdp.collectives.base import Op, ReduceScatterAllGather
 from jdp.collectives.host import members, ordered
+from jdp.collectives.host.local_replicas import LocalReplicas
 from jdp.replicas import mesh
 from jdp.replicas.mesh import World
 from jdp.trees import buckets
@@ -24,22 +25,20 @@ class HostMedium(Protocol):
     Attributes:
       world: the world.
       axis_name: axes to reduce over.
+      local: where the replicas of this process are reduced first.
     """
 
     world: World
     axis_name: AxisName
+    local: LocalReplicas
 
-    def reduce_replica(
-        self, arrays: Sequence[np.ndarray], op: Op, call: int, replica: int
-    ) -> None:
-        """Replaces arrays of one replica by their reductions over all replicas.
+    def reduce_in_place(self, arrays: Sequence[np.ndarray], op: Op, call: int) -> None:
+        """Replaces arrays of one dtype by their reductions over the processes.
 
         Args:
-          arrays: contiguous and writeable, of one dtype, shape (n,) each.
+          arrays: contiguous and writeable, shape (n,) each.
           op: see `HostAllReduce`.
           call: identifier of the operation, equal on all processes.
-          replica: number of the replica within this process, each of which calls it on
-            a thread of its own.
 
         Raises:
           RuntimeError: a process has ended, did not arrive in time, or reduces
@@ -59,7 +58,7 @@ class HostMedium(Protocol):
         Args:
           rows: arrays of one dtype, shape (num_processes, n) each.
           op: see `HostAllReduce`.
-          call: see `reduce_replica`.
+          call: see `reduce_in_place`.
           outs: shape (n,) each, dtype of `rows` or of their sum.
         """
         ...
@@ -71,7 +70,7 @@ class HostMedium(Protocol):
 
         Args:
           parts: arrays of one dtype, shape (n,) each.
-          call: see `reduce_replica`.
+          call: see `reduce_in_place`.
           outs: arrays of that dtype, shape (num_processes, n) each.
         """
         ...
@@ -167,7 +166,7 @@ class HostAllReduce(abc.ABC):
             if num_local > 1:
                 replica = int(np.asarray(operands[num_arrays])) % num_local
             medium = self._open(group.world, axis_name)
-            medium.reduce_replica(flat, op, call, replica)
+            medium.local.reduce(replica, flat, op, call, medium.reduce_in_place)
 
         def substitute(*operands: jax.Array) -> list[jax.Array]:
             given = operands[:num_arrays]

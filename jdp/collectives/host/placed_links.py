@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jdp.collectives import base
 from jdp.collectives.base import Op
 from jdp.collectives.host import arithmetic
 from jdp.collectives.host.local_replicas import LocalReplicas
@@ -36,7 +37,7 @@ class PlacedLinks:
         self.world: World = links.world
         self.axis_name: AxisName = links.axis_name
         self._links, self._within, self._num_local = links, within, num_local
-        self._local = LocalReplicas(self.world)
+        self.local = LocalReplicas(self.world)
 
     def close(self) -> None:
         """Closes the connections and frees the memory."""
@@ -58,7 +59,7 @@ class PlacedLinks:
         if sum(x.nbytes for x in arrays) <= _MOST_FLAT_BYTES:
             self._links.reduce_in_place(arrays, op, call)
             return
-        dtype = arithmetic.accumulator(arrays[0].dtype, op)
+        dtype = base.accumulator(arrays[0].dtype, op)
         is_narrow = dtype != arrays[0].dtype
         wide = [x.astype(dtype) for x in arrays] if is_narrow else arrays
         packed = Packed(wide)
@@ -81,12 +82,6 @@ class PlacedLinks:
         for root, views in enumerate(parts):
             for x in views:
                 self._within.broadcast(x, root, call)
-
-    def reduce_replica(
-        self, arrays: Sequence[np.ndarray], op: Op, call: int, replica: int
-    ) -> None:
-        """See `HostMedium`."""
-        self._local.reduce(replica, arrays, op, call, self.reduce_in_place)
 
     def reduce_scatter(
         self,

@@ -40,7 +40,7 @@ class TcpLinks:
         self._processes = tuple(processes)
         self.rank = self._processes.index(world.process_index)
         self._sockets = links.open_links(world, processes, key=key)
-        self._local = LocalReplicas(world)
+        self.local = LocalReplicas(world)
         self._lock = threading.Lock()
         self._number = 0
         self._failure: str | None = None
@@ -92,12 +92,6 @@ class TcpLinks:
             own = group.index(self.rank)
             algorithms.all_reduce(transfer, packed.arrays, op, own, len(group))
         packed.unpack()
-
-    def reduce_replica(
-        self, arrays: Sequence[np.ndarray], op: Op, call: int, replica: int
-    ) -> None:
-        """See `HostMedium`."""
-        self._local.reduce(replica, arrays, op, call, self.reduce_in_place)
 
     def reduce_scatter(
         self,

@@ -95,7 +95,7 @@ class SharedBuffer:
         self._slots, self._results = large[:, :-1], large[:, -1]
         self._lock = threading.Lock()
         self._pieces: dict[tuple[tuple[int, ...], int], Sequence[ReducePiece]] = {}
-        self._local = LocalReplicas(world)
+        self.local = LocalReplicas(world)
         self._round = 0
         self._failure: str | None = None
 
@@ -133,23 +133,6 @@ class SharedBuffer:
                 self._reduce_large(segment, arrays, op, call, large)
             for piece in pieces[len(large) :]:
                 self._reduce_small(segment, arrays, op, call, piece)
-
-    def reduce_replica(
-        self, arrays: Sequence[np.ndarray], op: Op, call: int, replica: int
-    ) -> None:
-        """Replaces arrays of one replica by their reductions over all replicas.
-
-        Args:
-          arrays: see `reduce_in_place`.
-          op: see `HostAllReduce`.
-          call: see `reduce_in_place`.
-          replica: number of the replica within this process, each of which calls it on
-            a thread of its own.
-
-        Raises:
-          RuntimeError: see `reduce_in_place`, and `LocalReplicas.reduce`.
-        """
-        self._local.reduce(replica, arrays, op, call, self.reduce_in_place)
 
     def _cut(self, arrays: Sequence[np.ndarray]) -> Sequence[ReducePiece]:
         """Cuts concatenated arrays into pieces that fit, and these into parts."""
